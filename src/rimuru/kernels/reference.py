@@ -1,0 +1,198 @@
+"""The torch twin of every kernel: slow, obvious, on any device. It defines what the others compute.
+
+Room: the reference back end. Rule: readable before fast; reductions in float32; no state. The
+`cpu` and `triton` back ends expose the same names with the same meaning, and their tests compare
+against this file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+import torch.nn.functional as F
+
+from .types import ExpertLayout, KVView, StepMeta
+
+
+def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor over raw host memory at `address` (bytes). The caller keeps the memory alive."""
+    count = 1
+    for n in shape:
+        count *= n
+    buffer = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(buffer, dtype=dtype, count=count).view(shape)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x [T, K] @ weight [N, K].T + bias [N]` -> `[T, N]` in x's dtype, accumulated in float32."""
+    return F.linear(x, weight, bias)
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMSNorm (Zhang and Sennrich, 2019) of `x + residual`.
+
+    x, residual: `[T, H]`. Returns `(normed, sum)`, both `[T, H]` in x's dtype; without a residual
+    the sum is x itself. The normalised value is rounded to x's dtype before the weight multiplies.
+    """
+    if residual is not None:
+        x = x + residual
+    h = x.float()
+    h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
+    return weight * h.to(x.dtype), x
+
+
+def rope_table(
+    max_positions: int, rotary_dim: int, base: float, device: torch.device, scaling: float = 1.0
+) -> torch.Tensor:
+    """cos and sin side by side, float32 `[max_positions, rotary_dim]` (Su et al., 2021)."""
+    inv = 1.0 / (base ** (torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim))
+    angle = torch.outer(torch.arange(max_positions).float(), inv)
+    return torch.cat([angle.cos() * scaling, angle.sin() * scaling], dim=-1).to(device)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return torch.cat([turned.to(x.dtype), rest], dim=-1)
+
+
+def qkv_to_cache(
+    qkv: torch.Tensor,
+    q_heads: int,
+    kv: KVView,
+    meta: StepMeta,
+    rope: torch.Tensor,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """Per-head q/k norm, rotary embedding, and the write of K and V into their pages.
+
+    qkv: `[T, (q_heads + 2 * kv_heads) * head_dim]`, q then k then v. rope: `rope_table(...)`,
+    the first `rotary_dim` of each head turn (half-split pairs), the rest pass. q_norm, k_norm:
+    `[head_dim]`, or `[heads * head_dim]` where the model normalises all heads together (OLMoE).
+    Returns q `[T, q_heads, head_dim]`. Tokens with `token_slots == -1` write nothing.
+    """
+    lay = kv.layout
+    tokens, dim = qkv.shape[0], lay.head_dim
+    q, k, v = qkv.split([q_heads * dim, lay.heads * dim, lay.heads * dim], dim=-1)
+
+    def norm(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        if weight is None:
+            return x.reshape(tokens, -1, dim)
+        shaped = x.reshape(tokens, -1, dim) if weight.numel() == dim else x
+        return rms_norm(shaped, weight, eps)[0].reshape(tokens, -1, dim)
+
+    cos, sin = rope[meta.positions.long()].chunk(2, dim=-1)
+    q, k = _rotate(norm(q, q_norm), cos, sin), _rotate(norm(k, k_norm), cos, sin)
+    keep = meta.token_slots >= 0
+    pos, slot = meta.positions[keep].long(), meta.token_slots[keep].long()
+    page = kv.table[slot, pos // lay.block_tokens].long()
+    at = page * lay.grain_elems + kv.layer * lay.layer_elems
+    at = at + (pos % lay.block_tokens) * (lay.heads * dim)
+    index = at[:, None] + torch.arange(lay.heads * dim, device=qkv.device)
+    kv.pool[index] = k[keep].reshape(-1, lay.heads * dim).to(lay.dtype)
+    kv.pool[index + lay.kv_elems] = v[keep].reshape(-1, lay.heads * dim).to(lay.dtype)
+    return q
+
+
+def attention(q: torch.Tensor, kv: KVView, meta: StepMeta, scale: float, window: int = 0) -> torch.Tensor:
+    """Causal attention of this step's queries over the cached sequence, read where its pages lie.
+
+    q: `[T, q_heads, head_dim]`; query i of a sequence with `n` queries and `seq_len` tokens is at
+    position `seq_len - n + i`. `window > 0` keeps the last `window` positions. Returns
+    `[T, q_heads * head_dim]`. Never reads a token at or past `seq_len`.
+    """
+    lay = kv.layout
+    out = torch.zeros_like(q)
+    starts, lens = meta.query_start.tolist(), meta.seq_lens.tolist()
+    for s, (length, slot) in enumerate(zip(lens, meta.slots.tolist(), strict=True)):
+        a, b = starts[s], starts[s + 1]
+        if length == 0 or a == b:
+            continue
+        blocks = -(-length // lay.block_tokens)
+        at = kv.table[slot, :blocks].long() * lay.grain_elems + kv.layer * lay.layer_elems
+        index = at[:, None] + torch.arange(lay.kv_elems, device=q.device)
+        shape = (blocks * lay.block_tokens, lay.heads, lay.head_dim)
+        k = kv.pool[index].view(shape)[:length].float()
+        v = kv.pool[index + lay.kv_elems].view(shape)[:length].float()
+        group = q.shape[1] // lay.heads
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        score = torch.einsum("qhd,khd->hqk", q[a:b].float(), k) * scale
+        at_q = torch.arange(length - (b - a), length, device=q.device)[:, None]
+        at_k = torch.arange(length, device=q.device)[None]
+        hide = at_k > at_q
+        if window > 0:
+            hide = hide | (at_k <= at_q - window)
+        score = score.masked_fill(hide, float("-inf")).softmax(-1)
+        out[a:b] = torch.einsum("hqk,khd->qhd", score, v).to(q.dtype)
+    return out.reshape(q.shape[0], -1)
+
+
+def route(
+    logits: torch.Tensor,
+    top_k: int,
+    scoring: str = "softmax",
+    normalize: bool = True,
+    bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose experts: router logits `[T, E]` -> `(weights float32 [T, k], ids int32 [T, k])`.
+
+    scoring: "softmax" or "sigmoid" in float32. `bias [E]` corrects the choice but not the weight
+    (DeepSeek-V3). `normalize` makes the k weights sum to 1. Ties go to the lower expert id.
+    """
+    score = logits.float().softmax(-1) if scoring == "softmax" else logits.float().sigmoid()
+    choice = score if bias is None else score + bias
+    # A stable sort, because torch.topk leaves the order of equal scores open.
+    ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = score.gather(-1, ids)
+    if normalize:
+        weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
+    return weights, ids.int()
+
+
+def moe(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    table: torch.Tensor,
+    layout: ExpertLayout,
+    touched: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """SwiGLU experts, each read where it lies: `sum_j w_j * down_j(silu(gate_j(x)) * up_j(x))`.
+
+    x `[T, H]`, ids int32 `[T, k]` (-1: skip), weights float32 `[T, k]`; table: int64 `[E]`, raw
+    addresses of this layer's expert pages (pool or host memory), laid out as `layout`. `touched`:
+    int32 `[E]`, incremented by the number of tokens routed to each expert. Returns `[T, H]`.
+    The hidden activation is rounded to x's dtype between the two products; the weighted sum is
+    accumulated in float32. This twin reads host addresses only.
+    """
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    inter, hidden = layout.intermediate, layout.hidden
+    for e in sorted(set(ids.flatten().tolist()) - {-1}):
+        row, choice = (ids == e).nonzero(as_tuple=True)
+        if touched is not None:
+            touched[e] += row.numel()
+        base = int(table[e])
+        gate_up = tensor_at(base, (2 * inter, hidden), layout.dtype)
+        down = tensor_at(base + layout.down_offset, (hidden, inter), layout.dtype)
+        gate, up = F.linear(x[row], gate_up).chunk(2, dim=-1)
+        act = (F.silu(gate.float()) * up.float()).to(x.dtype)
+        out.index_add_(0, row, F.linear(act, down).float() * weights[row, choice, None])
+    return out.to(x.dtype)
+
+
+def apply_edits(table: torch.Tensor, index: torch.Tensor, value: torch.Tensor) -> None:
+    """Write `value[i]` to the flattened `table[index[i]]`; indices are distinct. In stream order."""
+    table.view(-1)[index.long()] = value.to(table.dtype)
+
+
+def move_pages(pool: torch.Tensor, source: torch.Tensor, target: torch.Tensor, grain: int, nbytes: int) -> None:
+    """Copy pages of `nbytes` inside the uint8 pool. source, target: grain indices, disjoint sets."""
+    for a, b in zip(source.tolist(), target.tolist(), strict=True):
+        pool[b * grain : b * grain + nbytes] = pool[a * grain : a * grain + nbytes].clone()
