@@ -192,7 +192,9 @@ def apply_edits(table: torch.Tensor, index: torch.Tensor, value: torch.Tensor) -
     table.view(-1)[index.long()] = value.to(table.dtype)
 
 
-def move_pages(pool: torch.Tensor, source: torch.Tensor, target: torch.Tensor, grain: int, nbytes: int) -> None:
+def move_pages(
+    pool: torch.Tensor, source: torch.Tensor, target: torch.Tensor, grain: int, nbytes: int
+) -> None:
     """Copy pages of `nbytes` inside the uint8 pool. source, target: grain indices, disjoint sets."""
     for a, b in zip(source.tolist(), target.tolist(), strict=True):
         pool[b * grain : b * grain + nbytes] = pool[a * grain : a * grain + nbytes].clone()

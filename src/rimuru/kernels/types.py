@@ -77,8 +77,8 @@ class KVView:
 class ExpertLayout:
     """How one expert of one layer lies in its page: gate_up then down, each part 256-byte aligned.
 
-        gate_up  [2 * intermediate, hidden]   rows: all of gate, then all of up
-        down     [hidden, intermediate]
+    gate_up  [2 * intermediate, hidden]   rows: all of gate, then all of up
+    down     [hidden, intermediate]
     """
 
     hidden: int

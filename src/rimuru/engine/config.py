@@ -1,0 +1,93 @@
+"""What the user chose, checked once, before anything large is touched.
+
+Room: the engine's configuration. Rule: plain data without torch; sizes are bytes; every refusal
+names the flag, the limit and a value that works.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from rimuru.errors import ConfigError
+
+POLICIES = ("fixed", "static", "reactive", "economic")
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
+
+
+def parse_size(text: str | int, flag: str = "size") -> int:
+    """Bytes from `'30.9GB'` (1e9), `'24GiB'` (2^30) or a plain number of bytes."""
+    if isinstance(text, int) and not isinstance(text, bool):
+        value = float(text)
+    else:
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", str(text))
+        if not match or match[2].upper() not in _UNITS:
+            raise ConfigError(
+                f"{flag}: cannot read {text!r} as a size; write bytes, '24GB' (1e9) or '24GiB' (2^30)"
+            )
+        value = float(match[1]) * _UNITS[match[2].upper()]
+    if value <= 0:
+        raise ConfigError(f"{flag}: must be more than 0 bytes, got {text!r}")
+    return int(value)
+
+
+@dataclass(slots=True)
+class EngineConfig:
+    """Everything `rimuru serve` and `rimuru.LLM` accept that shapes the engine.
+
+    Sizes are bytes. `device_memory` caps every byte the engine takes on the device; `host_memory`
+    caps the experts' host copies. None means: as much as the machine gives.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    dtype: str = "auto"  # auto, bfloat16, float16, float32
+    device: str = "auto"  # auto, cpu, cuda
+    load_format: str = "auto"  # auto, safetensors, dummy
+    seed: int = 0
+    max_model_len: int | None = None
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int = 2048
+    block_size: int = 16
+    enable_prefix_caching: bool = True
+    device_memory: int | None = None
+    host_memory: int | None = None
+    gpu_memory_utilization: float = 0.9
+    memory_policy: str = "reactive"
+    resident_experts: int | None = None  # for `static`
+    max_boundary_wait: float = 2.0  # seconds the oldest request may wait before pages are lent anyway
+    enforce_eager: bool = False
+    debug_pool: bool = False  # owner tags, poison and check() after every step
+    trust_remote_code: bool = False
+    revision: str | None = None
+
+    def check(self) -> None:
+        """Raise `ConfigError` for values that can never work, whatever the model."""
+        if self.memory_policy not in POLICIES:
+            raise ConfigError(
+                f"--memory-policy {self.memory_policy!r} is unknown; choose one of {', '.join(POLICIES)}"
+            )
+        if self.memory_policy == "static" and self.resident_experts is None:
+            raise ConfigError("--memory-policy static needs --resident-experts N")
+        if self.memory_policy != "static" and self.resident_experts is not None:
+            raise ConfigError("--resident-experts goes with --memory-policy static")
+        for name, low in (("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("block_size", 1)):
+            if getattr(self, name) < low:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} must be at least {low}, got {getattr(self, name)}"
+                )
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ConfigError(f"--max-model-len must be at least 2, got {self.max_model_len}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}"
+            )
+        if self.dtype not in ("auto", "bfloat16", "float16", "float32"):
+            raise ConfigError(f"--dtype {self.dtype!r} is unknown; choose auto, bfloat16, float16 or float32")
+        if self.load_format not in ("auto", "safetensors", "dummy"):
+            raise ConfigError(
+                f"--load-format {self.load_format!r} is unknown; choose auto, safetensors or dummy"
+            )
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise ConfigError(f"--device {self.device!r} is unknown; choose auto, cpu or cuda")
