@@ -12,7 +12,7 @@ import ctypes
 import torch
 import torch.nn.functional as F
 
-from .types import ExpertLayout, KVView, StepMeta
+from .types import EXPERT_ADDRESS, ExpertLayout, KVView, StepMeta
 
 
 def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -167,8 +167,8 @@ def moe(
     """SwiGLU experts, each read where it lies: `sum_j w_j * down_j(silu(gate_j(x)) * up_j(x))`.
 
     x `[T, H]`, ids int32 `[T, k]` (-1: skip), weights float32 `[T, k]`; table: int64 `[E]`, raw
-    addresses of this layer's expert pages (pool or host memory), laid out as `layout`. `touched`:
-    int32 `[E]`, incremented by the number of tokens routed to each expert. Returns `[T, H]`.
+    addresses of this layer's expert pages (pool or host memory) with a tag in the low byte (`types`),
+    laid out as `layout`. `touched`: int32 `[E]`, incremented by the number of tokens routed to each expert. Returns `[T, H]`.
     The hidden activation is rounded to x's dtype between the two products; the weighted sum is
     accumulated in float32. This twin reads host addresses only.
     """
@@ -178,7 +178,7 @@ def moe(
         row, choice = (ids == e).nonzero(as_tuple=True)
         if touched is not None:
             touched[e] += row.numel()
-        base = int(table[e])
+        base = int(table[e]) & EXPERT_ADDRESS
         gate_up = tensor_at(base, (2 * inter, hidden), layout.dtype)
         down = tensor_at(base + layout.down_offset, (hidden, inter), layout.dtype)
         gate, up = F.linear(x[row], gate_up).chunk(2, dim=-1)

@@ -15,6 +15,11 @@ import torch
 
 ALIGN = 256  # bytes; each part of an expert page starts on this boundary
 
+# An expert's address is a multiple of ALIGN, so its low byte is free for a tag.
+EXPERT_HOST = 0x80  # the page lies in host memory; a hint that orders work and changes no result
+EXPERT_FORMAT = 0x0F  # 0: as the layout says; the other values are reserved for packed pages
+EXPERT_ADDRESS = ~0xFF  # `entry & EXPERT_ADDRESS` is the address
+
 
 def _up(n: int, to: int) -> int:
     return -(-n // to) * to

@@ -1,0 +1,169 @@
+"""Alignment by expert: sort a step's (token, choice) pairs by expert and cut them into M blocks.
+
+Room: the plan that the expert GEMMs follow. Rule: on the device, no host sync, one launch for a
+decode step and two for a large prefill; the order of pairs is fixed by their ids alone.
+
+The plan is one int32 workspace:
+
+    [0] blocks of host experts   [1] all blocks   [2], [3] unused
+    [4 + 4 b ...]                block b: expert, first sorted row, rows (at most BLOCK_M), unused
+    [pairs_at + r]               sorted row r -> pair (token * k + choice)
+
+Blocks of host experts come first, then those in the pool, each group by ascending expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ..types import EXPERT_HOST
+
+HEADER = tl.constexpr(4)
+_HOST = tl.constexpr(EXPERT_HOST)
+_PAIRWISE_LIMIT = 4096  # beyond it the quadratic count costs more than a second launch
+_CHUNK = 512
+
+
+@triton.jit
+def _plan(counts, table, touched, work, experts, PAD: tl.constexpr, BLOCK_M: tl.constexpr, COUNT: tl.constexpr):
+    expert = tl.arange(0, PAD)
+    live = expert < experts
+    host = (tl.load(table + expert, mask=live, other=0) & _HOST) != 0
+    blocks = (counts + BLOCK_M - 1) // BLOCK_M
+    host_blocks = tl.where(host, blocks, 0)
+    pool_blocks = blocks - host_blocks
+    in_host = tl.sum(host_blocks, axis=0)
+    first_block = tl.where(
+        host,
+        tl.cumsum(host_blocks, axis=0) - host_blocks,
+        in_host + tl.cumsum(pool_blocks, axis=0) - pool_blocks,
+    )
+    first_row = tl.cumsum(counts, axis=0) - counts
+    tl.store(work, in_host)
+    tl.store(work + 1, tl.sum(blocks, axis=0))
+    for i in range(0, tl.max(blocks, axis=0)):
+        slot = work + HEADER + (first_block + i) * 4
+        mine = i < blocks
+        tl.store(slot, expert, mask=mine)
+        tl.store(slot + 1, first_row + i * BLOCK_M, mask=mine)
+        tl.store(slot + 2, tl.minimum(counts - i * BLOCK_M, BLOCK_M), mask=mine)
+    if COUNT:
+        tl.store(touched + expert, tl.load(touched + expert, mask=live, other=0) + counts, mask=live)
+
+
+@triton.jit(do_not_specialize=["pairs", "pairs_at", "experts"])
+def _align_kernel(
+    ids, table, touched, work, pairs, pairs_at, experts,
+    PAD: tl.constexpr, BLOCK_M: tl.constexpr, COUNT: tl.constexpr, MINE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Program 0 plans; program p > 0 places pairs: a pair's row is the number of pairs before it."""
+    program = tl.program_id(0)
+    if program == 0:
+        counts = tl.zeros([PAD], tl.int32)
+        for start in range(0, pairs, CHUNK):
+            at = start + tl.arange(0, CHUNK)
+            e = tl.load(ids + at, mask=at < pairs, other=-1)
+            counts += tl.histogram(e, PAD, mask=e >= 0)
+        _plan(counts, table, touched, work, experts, PAD, BLOCK_M, COUNT)
+    else:
+        mine = (program - 1) * MINE + tl.arange(0, MINE)
+        my_expert = tl.load(ids + mine, mask=mine < pairs, other=-1)
+        row = tl.zeros([MINE], tl.int32)
+        for start in range(0, pairs, CHUNK):
+            at = start + tl.arange(0, CHUNK)
+            e = tl.load(ids + at, mask=at < pairs, other=-1)[None, :]
+            before = (e < my_expert[:, None]) | ((e == my_expert[:, None]) & (at[None, :] < mine[:, None]))
+            row += tl.sum((before & (e >= 0)).to(tl.int32), axis=1)
+        tl.store(work + pairs_at + row, mine, mask=my_expert >= 0)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _count_kernel(ids, counts, pairs, PAD: tl.constexpr, CHUNK: tl.constexpr):
+    at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    e = tl.load(ids + at, mask=at < pairs, other=-1)
+    tl.store(counts + tl.program_id(0) * PAD + tl.arange(0, PAD), tl.histogram(e, PAD, mask=e >= 0))
+
+
+@triton.jit(do_not_specialize=["pairs", "pairs_at", "experts", "chunks"])
+def _place_kernel(
+    ids, chunk_counts, table, touched, work, pairs, pairs_at, experts, chunks,
+    PAD: tl.constexpr, BLOCK_M: tl.constexpr, COUNT: tl.constexpr, MINE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Program 0 plans; program p > 0 places chunk p - 1, from the counts of the chunks before it."""
+    program = tl.program_id(0)
+    expert = tl.arange(0, PAD)
+    total = tl.zeros([PAD], tl.int32)
+    before = tl.zeros([PAD], tl.int32)
+    lane = tl.arange(0, 16)
+    for start in range(0, chunks, 16):
+        chunk = start + lane
+        n = tl.load(chunk_counts + chunk[:, None] * PAD + expert[None, :], mask=(chunk < chunks)[:, None], other=0)
+        total += tl.sum(n, axis=0)
+        before += tl.sum(tl.where((chunk < program - 1)[:, None], n, 0), axis=0)
+    if program == 0:
+        _plan(total, table, touched, work, experts, PAD, BLOCK_M, COUNT)
+    else:
+        base = tl.cumsum(total, axis=0) - total + before
+        start = (program - 1) * CHUNK
+        at = start + tl.arange(0, CHUNK)
+        e = tl.load(ids + at, mask=at < pairs, other=-1)[None, :]
+        for offset in range(0, CHUNK, MINE):
+            mine = start + offset + tl.arange(0, MINE)
+            my_expert = tl.load(ids + mine, mask=mine < pairs, other=-1)
+            same = (e == my_expert[:, None]) & (at[None, :] < mine[:, None])
+            row = tl.sum(same.to(tl.int32), axis=1) + tl.gather(base, tl.maximum(my_expert, 0), axis=0)
+            tl.store(work + pairs_at + row, mine, mask=my_expert >= 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """Device plan of one MoE call. `work` is laid out as the module says."""
+
+    work: torch.Tensor  # int32
+    pairs_at: int
+    max_blocks: int  # an upper bound that the host knows; the device count is work[1]
+
+
+def max_blocks(tokens: int, top_k: int, experts: int, block_m: int) -> int:
+    """The most M blocks that any routing of `tokens` can need."""
+    pairs = tokens * top_k
+    touched = min(experts, pairs)
+    # A token goes to an expert at most once, so an expert has at most `tokens` rows.
+    return min(touched + (pairs - touched) // block_m, touched * -(-tokens // block_m))
+
+
+def align(
+    ids: torch.Tensor, table: torch.Tensor, block_m: int, touched: torch.Tensor | None = None
+) -> Alignment:
+    """Plan the M blocks of `ids` int32 `[T, k]` (-1: skip) over `table` int64 `[E]`.
+
+    `touched` int32 `[E]` is incremented by the number of pairs of each expert.
+    """
+    tokens, top_k = ids.shape
+    pairs, experts = tokens * top_k, table.numel()
+    blocks = max_blocks(tokens, top_k, experts, block_m)
+    pairs_at = HEADER.value + 4 * blocks
+    counter = table if touched is None else touched
+    pad = triton.next_power_of_2(experts)
+    if pairs <= _PAIRWISE_LIMIT:
+        chunk = max(32, min(_CHUNK, triton.next_power_of_2(pairs)))
+        work = torch.empty(pairs_at + pairs, dtype=torch.int32, device=ids.device)
+        _align_kernel[(1 + triton.cdiv(pairs, 32),)](
+            ids, table, counter, work, pairs, pairs_at, experts,
+            PAD=pad, BLOCK_M=block_m, COUNT=touched is not None, MINE=32, CHUNK=chunk,
+            num_warps=4 if chunk <= 128 else 8,
+        )  # fmt: skip
+    else:
+        chunks = triton.cdiv(pairs, _CHUNK)
+        work = torch.empty(pairs_at + pairs, dtype=torch.int32, device=ids.device)
+        counts = torch.empty(chunks * pad, dtype=torch.int32, device=ids.device)
+        _count_kernel[(chunks,)](ids, counts, pairs, PAD=pad, CHUNK=_CHUNK)
+        _place_kernel[(1 + chunks,)](
+            ids, counts, table, counter, work, pairs, pairs_at, experts, chunks,
+            PAD=pad, BLOCK_M=block_m, COUNT=touched is not None, MINE=32, CHUNK=_CHUNK, num_warps=8,
+        )  # fmt: skip
+    return Alignment(work, pairs_at, blocks)

@@ -1,0 +1,213 @@
+"""The fused MoE: gate_up with SwiGLU, down, and the weighted sum, each expert read where it lies.
+
+Room: `moe` and its ablation `moe_gather`. Rule: what a launch computes depends on the routing and
+never on where an expert lives: same tile, same order of every reduction, no float atomics, so the
+bits are equal for any residency. Nothing waits on the host, and a call can be captured in a graph.
+
+The experts of a step are two lists of tiles, host experts first. The first `HOST_LANES` programs
+walk the tiles of host experts and so bound how many programs read over the link at a time (the
+link is full with a few dozen and slows down with a thousand); every other program has one tile in
+the pool, and the hardware hands those out as multiprocessors come free. A host expert whose rows
+fit one M block crosses the link once.
+
+A shared expert of `m * intermediate` columns can ride along as `m` always-on experts: append its
+slices to the table and `(gate, slice)` to weights and ids. The layers run it densely instead.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..types import EXPERT_ADDRESS, ExpertLayout
+from .align import HEADER, Alignment, align
+from .moe_tiles import Tile, choose
+
+_ADDRESS = tl.constexpr(EXPERT_ADDRESS)
+HOST_LANES = 64
+
+
+@triton.jit(do_not_specialize=["pairs_at", "lanes"])
+def _expert_kernel(
+    a, out, table, work, pairs_at, lanes,
+    PART: tl.constexpr,  # bytes from the page's start to this product's weights
+    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, GATE_UP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One product of every block of the plan. `N` is rows of the weight, 2 * intermediate for gate_up.
+
+    gate_up: `a` is x `[T, K]`, `out` the activation `[pairs, N / 2]` in sorted order.
+    down: `a` is that activation, `out` `[pairs, N]` in pair order.
+    """
+    WIDTH: tl.constexpr = BLOCK_N // 2 if GATE_UP else BLOCK_N  # output columns of a tile
+    COLUMNS: tl.constexpr = N // 2 if GATE_UP else N
+    TILES: tl.constexpr = (COLUMNS + WIDTH - 1) // WIDTH
+    dtype = a.dtype.element_ty
+    program = tl.program_id(0)
+    host_tiles = tl.load(work) * TILES
+    if program < lanes:
+        first, last, step = program, host_tiles, lanes
+    else:
+        first, last, step = host_tiles + program - lanes, tl.load(work + 1) * TILES, tl.num_programs(0) - lanes
+    for tile in range(first, last, step):
+        block = work + HEADER + tile // TILES * 4
+        expert = tl.load(block)
+        row = tl.load(block + 1) + tl.arange(0, BLOCK_M)
+        live = tl.arange(0, BLOCK_M) < tl.load(block + 2)
+        pair = tl.load(work + pairs_at + row, mask=live, other=0)
+        column = tile % TILES * WIDTH
+        if GATE_UP:
+            # Gate and up rows alternate, so that the two halves of a column meet in one thread.
+            n = tl.arange(0, BLOCK_N)
+            feature = column + n // 2
+            if COLUMNS % WIDTH:
+                feature = tl.minimum(feature, COLUMNS - 1)
+            weight_row = feature + (n % 2) * COLUMNS
+            a_row = pair // TOP_K
+        else:
+            weight_row = column + tl.arange(0, BLOCK_N)
+            if COLUMNS % WIDTH:
+                weight_row = tl.minimum(weight_row, COLUMNS - 1)
+            a_row = row
+        # The alignment of an address out of a table is unknown to the compiler: without this hint
+        # loads are narrow and not pipelined, at a third of the speed.
+        page = tl.multiple_of((tl.load(table + expert) & _ADDRESS) + PART, 256)
+        k = tl.arange(0, BLOCK_K)
+        a_at = a + a_row.to(tl.int64)[:, None] * K + k[None, :]
+        w_at = page.to(tl.pointer_type(dtype)) + weight_row[None, :] * K + k[:, None]
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in range(0, K, BLOCK_K):
+            if K % BLOCK_K:
+                left = K - start
+                a_tile = tl.load(a_at, mask=live[:, None] & (k < left)[None, :], other=0.0)
+                w_tile = tl.load(w_at, mask=(k < left)[:, None], other=0.0)
+            else:
+                a_tile = tl.load(a_at, mask=live[:, None], other=0.0)
+                w_tile = tl.load(w_at)
+            acc = tl.dot(a_tile, w_tile, acc, input_precision="ieee")
+            a_at += BLOCK_K
+            w_at += BLOCK_K
+        if GATE_UP:
+            gate, up = tl.split(tl.reshape(acc, [BLOCK_M, WIDTH, 2]))
+            gate = gate.to(dtype).to(tl.float32)
+            up = up.to(dtype).to(tl.float32)
+            result = gate / (1.0 + tl.exp(-gate)) * up
+            out_row = row
+        else:
+            result = acc
+            out_row = pair
+        at = column + tl.arange(0, WIDTH)
+        keep = live[:, None]
+        if COLUMNS % WIDTH:
+            keep = keep & (at < COLUMNS)[None, :]
+        tl.store(out + out_row.to(tl.int64)[:, None] * COLUMNS + at[None, :], result.to(dtype), mask=keep)
+
+
+@triton.jit
+def _combine_kernel(
+    parts, ids, weights, out, H: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """`out[t] = sum_j weights[t, j] * parts[t * k + j]`, in the order of j."""
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(TOP_K):
+        pair = token * TOP_K + j
+        used = tl.load(ids + pair) >= 0
+        part = tl.load(parts + pair * H + at, mask=used & (at < H), other=0.0)
+        total += part.to(tl.float32) * tl.load(weights + pair)
+    tl.store(out + token * H + at, total.to(out.dtype.element_ty), mask=at < H)
+
+
+def _product(
+    a: torch.Tensor, out: torch.Tensor, table: torch.Tensor, plan: Alignment, tile: Tile,
+    layout: ExpertLayout, top_k: int, gate_up: bool,
+) -> None:  # fmt: skip
+    n, k = (2 * layout.intermediate, layout.hidden) if gate_up else (layout.hidden, layout.intermediate)
+    tiles = plan.max_blocks * triton.cdiv(n, tile.n)
+    lanes = min(HOST_LANES, tiles)
+    _expert_kernel[(lanes + tiles,)](
+        a, out, table, plan.work, plan.pairs_at, lanes,
+        PART=0 if gate_up else layout.down_offset, N=n, K=k, TOP_K=top_k, GATE_UP=gate_up,
+        BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def moe(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    table: torch.Tensor,
+    layout: ExpertLayout,
+    touched: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """SwiGLU experts read through their address table: as `rimuru.kernels.reference.moe`.
+
+    x `[T, H]` contiguous; ids int32 `[T, k]` (-1: skip); weights float32 `[T, k]`; table int64
+    `[E]` of tagged addresses that the GPU can read (pool, or registered host memory); `touched`
+    int32 `[E]` is incremented. Returns `[T, H]`. Needs `pairs * (H + intermediate)` elements of
+    transient memory. Raises ValueError for a dtype without a kernel.
+    """
+    tokens, top_k = ids.shape
+    hidden, inter = layout.hidden, layout.intermediate
+    if x.dtype != layout.dtype or x.shape != (tokens, hidden) or not x.is_contiguous():
+        raise ValueError(
+            f"moe takes contiguous x [{tokens}, {hidden}] {layout.dtype}, not {list(x.shape)} {x.dtype} "
+            f"with strides {x.stride()}"
+        )
+    out = torch.empty_like(x)
+    if tokens == 0:
+        return out
+    gate_up, down = choose(tokens, top_k, table.numel(), layout.dtype, x.device)
+    plan = align(ids, table, gate_up.m, touched)
+    act = torch.empty((tokens * top_k, inter), dtype=x.dtype, device=x.device)
+    parts = torch.empty((tokens * top_k, hidden), dtype=x.dtype, device=x.device)
+    _product(x, act, table, plan, gate_up, layout, top_k, gate_up=True)
+    _product(act, parts, table, plan, down, layout, top_k, gate_up=False)
+    block = min(1024, triton.next_power_of_2(hidden))
+    _combine_kernel[(tokens, triton.cdiv(hidden, block))](
+        parts, ids, weights, out, H=hidden, TOP_K=top_k, BLOCK=block, num_warps=4
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["pairs", "stride"])
+def _gather_kernel(
+    ids, table, scratch, pairs, stride, PAGE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    expert = tl.program_id(0)
+    hits = 0
+    for start in range(0, pairs, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        hits += tl.sum((tl.load(ids + at, mask=at < pairs, other=-1) == expert).to(tl.int32), axis=0)
+    if hits > 0:
+        source = tl.multiple_of(tl.load(table + expert) & _ADDRESS, 256).to(tl.pointer_type(tl.int32))
+        target = scratch + expert.to(tl.int64) * tl.multiple_of(stride, 64)
+        for start in range(tl.program_id(1) * BLOCK, PAGE // 4, tl.num_programs(1) * BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            tl.store(target + at, tl.load(source + at, mask=at < PAGE // 4), mask=at < PAGE // 4)
+
+
+def moe_gather(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    table: torch.Tensor,
+    layout: ExpertLayout,
+    scratch: torch.Tensor,
+    touched: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`moe` that first copies each touched expert to `scratch`: the ablation of reading in place.
+
+    scratch: uint8, at least `E * layout.page_bytes` bytes on x's device. Bit-identical to `moe`.
+    """
+    experts, page = table.numel(), layout.page_bytes
+    if scratch.numel() < experts * page:
+        raise ValueError(f"moe_gather needs {experts * page} bytes of scratch, got {scratch.numel()}")
+    copies = torch.arange(experts, device=x.device) * page + scratch.data_ptr()
+    if ids.numel():
+        _gather_kernel[(experts, 8)](
+            ids, table, scratch.view(torch.int32), ids.numel(), page // 4, PAGE=page, BLOCK=4096, CHUNK=512
+        )
+    return moe(x, ids, weights, copies, layout, touched)
