@@ -111,7 +111,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> SampleOutput:
 
 
 def edit_logits(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Apply the allowed mask, the bias and the penalties: float32 `[S, V]`; `logits` itself if none is set."""
+    """Apply the allowed mask, the bias and the penalties: float32 `[S, V]`, or `logits` if none is set."""
     pen = batch.penalties
     if pen is None and batch.bias is None and batch.allowed_mask is None:
         return logits

@@ -1,0 +1,356 @@
+"""Attention over KV pages where they lie in the pool: a kernel for prompts and one for decode.
+
+Room: the triton back end. Rule: page addresses are computed in int64 from constants known when the
+kernel compiles, so that every load keeps its full width; the grid depends on host values only, so
+that a captured graph replays with any sequence lengths.
+
+A sequence with one query takes the decode kernel (Dao et al., Flash-Decoding, 2023): the cached
+tokens are split over thread blocks, and the last block of a head to finish merges the partial
+results in split order, so that the sum does not depend on timing. Longer queries take the prompt
+kernel (Dao, FlashAttention-2, 2023). A mixed step launches both, and each skips what is not its own,
+so how a token is computed depends on the number of sequences in the step, not on what they do.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..types import KVLayout, KVView, StepMeta
+
+LOG2E = 1.4426950408889634
+MAX_SPLITS = 128
+BLOCKS_PER_SM = 4  # decode thread blocks a multiprocessor should find, to keep enough bytes in flight
+COUNTERS = 1 << 17  # heads of sequences in one step
+
+
+class Tile(NamedTuple):
+    """Tile sizes of one kernel: rows of queries, cached tokens, warps and pipeline stages."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+
+
+def shared_memory_class(capability: tuple[int, int]) -> int:
+    """Shared memory a thread block may use, KiB: 227 (9.0, 10.x), 163 (8.0, 8.7) or 99 (others)."""
+    if capability[0] in (9, 10):
+        return 227
+    return 163 if capability in ((8, 0), (8, 7)) else 99
+
+
+def prompt_tile(dtype: torch.dtype, dim: int, shared: int) -> Tile:
+    """Tile of the prompt kernel for a shared memory class."""
+    if dtype == torch.float32:
+        return Tile(32, 32, 4, 2) if dim <= 128 else Tile(16, 16, 4, 2)
+    if dim <= 64:
+        return Tile(128, 64, 4, 3)
+    if dim <= 128:
+        return {227: Tile(128, 128, 8, 3), 163: Tile(128, 64, 8, 3), 99: Tile(64, 64, 4, 2)}[shared]
+    return {227: Tile(128, 64, 8, 2), 163: Tile(64, 32, 4, 2), 99: Tile(64, 32, 4, 2)}[shared]
+
+
+def decode_tile(dtype: torch.dtype, dim: int, group: int, shared: int) -> Tile:
+    """Tile of the decode kernel; `m` holds the query heads of one KV head."""
+    rows = max(16, triton.next_power_of_2(group))
+    if dtype == torch.float32:
+        return Tile(rows, 32 if dim <= 128 else 16, 4, 2)
+    if dim <= 64:
+        return Tile(rows, 128, 4, 3)
+    if dim <= 128:
+        return Tile(rows, 64, 4, 3 if shared > 99 else 2)
+    return Tile(rows, 32, 4, 3 if shared > 99 else 2)
+
+
+def check_supported(layout: KVLayout, q_heads: int) -> None:
+    """Raise ValueError if the kernels cannot serve this layout, naming what would work."""
+    if layout.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"attention kernels take bfloat16, float16 or float32 KV, not {layout.dtype}")
+    dim = layout.head_dim
+    if dim not in (16, 32, 64, 128, 256):
+        raise ValueError(f"attention kernels take head_dim 16, 32, 64, 128 or 256, not {dim}")
+    if q_heads % layout.heads:
+        raise ValueError(f"{q_heads} query heads do not divide among {layout.heads} KV heads")
+    if layout.grain % 16:
+        raise ValueError(f"KV pages must be aligned to 16 bytes; the grain is {layout.grain}")
+
+
+@triton.jit
+def _load_kv(
+    keys, row_ptr, n, live, d, GRAIN: tl.constexpr, KV: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    ROW: tl.constexpr,
+):  # fmt: skip
+    """K and V of tokens n `[N]` of one head, `[N, D]`; tokens that are not live read as zero."""
+    page = tl.load(row_ptr + n // BLOCK_TOKENS, mask=live, other=0).to(tl.int64)
+    at = keys + (page * GRAIN + n % BLOCK_TOKENS * ROW)[:, None] + d[None, :]
+    k = tl.load(at, mask=live[:, None], other=0.0)
+    v = tl.load(at + KV, mask=live[:, None], other=0.0)
+    return k, v
+
+
+@triton.jit
+def _prompt_scan(
+    acc, total, peak, q, keys, row_ptr, begin, end, at_q, d, scale, window,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, GRAIN: tl.constexpr, KV: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, ROW: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Online softmax of a query tile over cached tokens `[begin, end)`."""
+    for start in range(begin, end, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        k, v = _load_kv(keys, row_ptr, n, n < end, d, GRAIN, KV, BLOCK_TOKENS, ROW)
+        score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if MASKED:
+            seen = (n[None, :] <= at_q[:, None]) & (n < end)[None, :]
+            if WINDOW:
+                seen = seen & (n[None, :] > at_q[:, None] - window)
+            score = tl.where(seen, score * scale, -float("inf"))
+            new_peak = tl.maximum(peak, tl.max(score, 1))
+            # A row that has seen nothing yet must not subtract infinity from itself.
+            base = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+            weight = tl.exp2(score - base[:, None])
+        else:
+            new_peak = tl.maximum(peak, tl.max(score, 1) * scale)
+            base = new_peak
+            weight = tl.exp2(score * scale - base[:, None])
+        fade = tl.exp2(peak - base)
+        total = total * fade + tl.sum(weight, 1)
+        acc = acc * fade[:, None]
+        acc = tl.dot(weight.to(v.dtype), v, acc, input_precision=PRECISION)
+        peak = new_peak
+    return acc, total, peak
+
+
+@triton.jit(do_not_specialize=["seqs", "table_stride", "layer", "window"])
+def prompt_kernel(
+    q_ptr, pool_ptr, table_ptr, out_ptr, query_start_ptr, slots_ptr, seq_lens_ptr,
+    seqs, table_stride, layer, scale, window,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    GRAIN: tl.constexpr, SEQS: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries of one head. Grid: (query heads, upper bound of tiles in the step)."""
+    head = tl.program_id(0)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest rows first
+    i = tl.arange(0, SEQS)
+    # Sequence i owns tiles from query_start[i] // M + i on: never fewer than it needs, found without a scan.
+    nexts = tl.load(query_start_ptr + 1 + i, mask=i < seqs, other=1 << 30)
+    seq = tl.sum((nexts // BLOCK_M + i + 1 <= tile).to(tl.int32), 0)
+    if seq >= seqs:
+        return
+    first = tl.load(query_start_ptr + seq)
+    queries = tl.load(query_start_ptr + seq + 1) - first
+    length = tl.load(seq_lens_ptr + seq)
+    offset = (tile - first // BLOCK_M - seq) * BLOCK_M
+    if (queries < 2) | (offset >= queries) | (length == 0):
+        return
+
+    KV: tl.constexpr = BLOCK_TOKENS * KV_HEADS * DIM
+    ROW: tl.constexpr = KV_HEADS * DIM
+    d = tl.arange(0, DIM)
+    m = offset + tl.arange(0, BLOCK_M)
+    rows = ((first + m).to(tl.int64) * Q_HEADS + head) * DIM
+    q = tl.load(q_ptr + rows[:, None] + d[None, :], mask=(m < queries)[:, None], other=0.0)
+    at_q = length - queries + m
+    row_ptr = table_ptr + tl.load(slots_ptr + seq).to(tl.int64) * table_stride
+    keys = pool_ptr + layer.to(tl.int64) * (2 * KV) + head // (Q_HEADS // KV_HEADS) * DIM
+
+    low = length - queries + offset  # position of the tile's first query
+    high = tl.minimum(low + BLOCK_M, length)
+    acc = tl.zeros([BLOCK_M, DIM], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    peak = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    if WINDOW:
+        middle = tl.maximum(low + 1 - window, 0) // BLOCK_N * BLOCK_N
+    else:
+        middle = (low + 1) // BLOCK_N * BLOCK_N  # every query of the tile sees all tokens before this
+        acc, total, peak = _prompt_scan(
+            acc, total, peak, q, keys, row_ptr, 0, middle, at_q, d, scale, window,
+            False, False, GRAIN, KV, BLOCK_TOKENS, ROW, BLOCK_N, PRECISION,
+        )  # fmt: skip
+    acc, total, peak = _prompt_scan(
+        acc, total, peak, q, keys, row_ptr, middle, high, at_q, d, scale, window,
+        True, WINDOW, GRAIN, KV, BLOCK_TOKENS, ROW, BLOCK_N, PRECISION,
+    )  # fmt: skip
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(out_ptr + rows[:, None] + d[None, :], acc.to(out_ptr.dtype.element_ty), (m < queries)[:, None])
+
+
+@triton.jit(do_not_specialize=["splits", "table_stride", "layer", "window"])
+def decode_kernel(
+    q_ptr, pool_ptr, table_ptr, out_ptr, partial_ptr, lse_ptr, counter_ptr,
+    query_start_ptr, slots_ptr, seq_lens_ptr, splits, table_stride, layer, scale, window,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    GRAIN: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    MIN_SPLIT: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The query heads of one KV head against one split of one sequence. Grid: (KV heads, splits, S).
+
+    Partials: float32 `[S, KV heads, splits, ROWS, DIM]` with ROWS the group rounded up to a power
+    of two; lse: float32 `[S, KV heads, splits, ROWS]` in base 2; counters start and end at zero.
+    """
+    head, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(seq_lens_ptr + seq)
+    first = tl.load(query_start_ptr + seq)
+    if tl.load(query_start_ptr + seq + 1) - first != 1:
+        return
+    d = tl.arange(0, DIM)
+    m = tl.arange(0, BLOCK_M)
+    rows = ((first.to(tl.int64) * KV_HEADS + head) * GROUP + m) * DIM
+    if length == 0:  # padding
+        if split == 0:
+            zero = tl.zeros([BLOCK_M, DIM], out_ptr.dtype.element_ty)
+            tl.store(out_ptr + rows[:, None] + d[None, :], zero, (m < GROUP)[:, None])
+        return
+    low = 0
+    if WINDOW:
+        low = tl.maximum(length - window, 0) // BLOCK_N * BLOCK_N
+    size = tl.maximum(tl.cdiv(tl.cdiv(length - low, splits), BLOCK_N) * BLOCK_N, MIN_SPLIT)
+    used = tl.cdiv(length - low, size)
+    if split >= used:
+        return
+
+    KV: tl.constexpr = BLOCK_TOKENS * KV_HEADS * DIM
+    ROW: tl.constexpr = KV_HEADS * DIM
+    q = tl.load(q_ptr + rows[:, None] + d[None, :], mask=(m < GROUP)[:, None], other=0.0)
+    row_ptr = table_ptr + tl.load(slots_ptr + seq).to(tl.int64) * table_stride
+    keys = pool_ptr + layer.to(tl.int64) * (2 * KV) + head * DIM
+
+    begin = low + split * size
+    end = tl.minimum(begin + size, length)
+    acc = tl.zeros([BLOCK_M, DIM], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    peak = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        live = n < end
+        k, v = _load_kv(keys, row_ptr, n, live, d, GRAIN, KV, BLOCK_TOKENS, ROW)
+        score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if WINDOW:
+            live = live & (n >= length - window)
+        score = tl.where(live[None, :], score, -float("inf"))
+        new_peak = tl.maximum(peak, tl.max(score, 1))
+        base = tl.where(new_peak == -float("inf"), 0.0, new_peak) if WINDOW else new_peak
+        weight = tl.exp2(score - base[:, None])
+        fade = tl.exp2(peak - base)
+        total = total * fade + tl.sum(weight, 1)
+        acc = tl.dot(weight.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+        peak = new_peak
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    if used == 1:
+        value = acc.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + rows[:, None] + d[None, :], value, (m < GROUP)[:, None])
+        return
+
+    owner = seq * KV_HEADS + head
+    mine = (owner * splits + split).to(tl.int64) * ROWS + m
+    tl.store(partial_ptr + mine[:, None] * DIM + d[None, :], acc, (m < GROUP)[:, None])
+    tl.store(lse_ptr + mine, peak + tl.log2(total), m < GROUP)
+    tl.debug_barrier()  # every thread's partial is written before the count that announces it
+    if tl.atomic_add(counter_ptr + owner, 1, sem="acq_rel") == used - 1:
+        tl.store(counter_ptr + owner, 0)
+        STEP: tl.constexpr = 8
+        r = tl.arange(0, ROWS)
+        s = tl.arange(0, STEP)
+        theirs = (owner * splits).to(tl.int64) * ROWS
+        top = tl.full([ROWS], -float("inf"), tl.float32)
+        for start in range(0, used, STEP):
+            ok = (start + s < used)[:, None] & (r < GROUP)[None, :]
+            at = theirs + (start + s)[:, None] * ROWS + r[None, :]
+            lse = tl.load(lse_ptr + at, mask=ok, other=-float("inf"), cache_modifier=".cg")
+            top = tl.maximum(top, tl.max(lse, 0))
+        top = tl.where(r < GROUP, top, 0.0)
+        out = tl.zeros([ROWS, DIM], tl.float32)
+        norm = tl.zeros([ROWS], tl.float32)
+        for start in range(0, used, STEP):
+            ok = (start + s < used)[:, None] & (r < GROUP)[None, :]
+            at = theirs + (start + s)[:, None] * ROWS + r[None, :]
+            lse = tl.load(lse_ptr + at, mask=ok, other=-float("inf"), cache_modifier=".cg")
+            part = tl.load(
+                partial_ptr + at[:, :, None] * DIM + d[None, None, :],
+                mask=ok[:, :, None], other=0.0, cache_modifier=".cg",
+            )  # fmt: skip
+            share = tl.exp2(lse - top[None, :])
+            out += tl.sum(part * share[:, :, None], 0)
+            norm += tl.sum(share, 0)
+        out = out / tl.where(r < GROUP, norm, 1.0)[:, None]
+        at = ((first.to(tl.int64) * KV_HEADS + head) * GROUP + r) * DIM
+        value = out.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + at[:, None] + d[None, :], value, (r < GROUP)[:, None])
+
+
+@functools.cache
+def _device(device: torch.device) -> tuple[int, int]:
+    """(multiprocessors, shared memory class); a plausible GPU where kernels are interpreted."""
+    if device.type != "cuda":
+        return 1, 99
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, shared_memory_class((properties.major, properties.minor))
+
+
+@functools.cache
+def _counters(device: torch.device) -> torch.Tensor:
+    """Counters of finished splits, zero between launches. All launches share one stream."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("run attention once before capturing it: its counters must outlive the graph")
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+
+
+def split_count(seqs: int, kv_heads: int, max_seq_len: int, min_split: int, multiprocessors: int) -> int:
+    """How many splits each sequence gets: enough thread blocks to fill the GPU, from host values only.
+
+    A large batch needs none for that, but a long sequence in it must not be left to one block.
+    """
+    fill = -(-BLOCKS_PER_SM * multiprocessors // (seqs * kv_heads))
+    balance = min(8, -(-max_seq_len // 2048))
+    return max(1, min(max(fill, balance), MAX_SPLITS, -(-max_seq_len // min_split)))
+
+
+def attention(q: torch.Tensor, kv: KVView, meta: StepMeta, scale: float, window: int = 0) -> torch.Tensor:
+    """Causal attention of this step's queries over the pages; see `reference.attention`.
+
+    In a pure decode step row s is sequence s, padding or not. Raises ValueError for a layout without
+    a kernel (`check_supported`).
+    """
+    lay = kv.layout
+    tokens, q_heads, dim = q.shape
+    check_supported(lay, q_heads)
+    seqs, group = meta.slots.shape[0], q_heads // lay.heads
+    # In a pure decode step the kernel writes every row, padding too.
+    allocate = torch.empty if meta.max_query_len == 1 and tokens == seqs else torch.zeros
+    out = allocate(tokens, q_heads * dim, dtype=q.dtype, device=q.device)
+    if tokens == 0:
+        return out
+    q = q.contiguous()
+    multiprocessors, shared = _device(q.device)
+    precision = "ieee" if q.dtype == torch.float32 else "tf32"
+    where = (meta.query_start, meta.slots, meta.seq_lens)
+    stride, scale = kv.table.stride(0), scale * LOG2E
+    if meta.max_query_len > 1:
+        tile = prompt_tile(q.dtype, dim, shared)
+        prompt_kernel[(q_heads, tokens // tile.m + seqs)](
+            q, kv.pool, kv.table, out, *where, seqs, stride, kv.layer, scale, window,
+            Q_HEADS=q_heads, KV_HEADS=lay.heads, DIM=dim, BLOCK_TOKENS=lay.block_tokens,
+            GRAIN=lay.grain_elems, SEQS=64 if seqs <= 64 else triton.next_power_of_2(seqs), WINDOW=window > 0,
+            BLOCK_M=tile.m, BLOCK_N=tile.n, PRECISION=precision, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+    tile = decode_tile(q.dtype, dim, group, shared)
+    min_split = max(128, tile.n)
+    splits = split_count(seqs, lay.heads, meta.max_seq_len, min_split, multiprocessors)
+    rows = triton.next_power_of_2(group)
+    if seqs * lay.heads > COUNTERS:
+        raise ValueError(f"a step holds at most {COUNTERS // lay.heads} sequences, got {seqs}")
+    scratch = seqs * lay.heads * splits * rows
+    partial = torch.empty(scratch * (dim + 1), dtype=torch.float32, device=q.device)
+    decode_kernel[(lay.heads, splits, seqs)](
+        q, kv.pool, kv.table, out, partial, partial[scratch * dim :], _counters(q.device), *where,
+        splits, stride, kv.layer, scale, window,
+        KV_HEADS=lay.heads, GROUP=group, DIM=dim, BLOCK_TOKENS=lay.block_tokens, GRAIN=lay.grain_elems,
+        WINDOW=window > 0, BLOCK_M=tile.m, BLOCK_N=tile.n, MIN_SPLIT=min_split, ROWS=rows,
+        PRECISION=precision, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,93 @@
+"""The attention kernels against the torch twin, over pages whose other bytes are NaN."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from kernels.kv_cases import DEVICE, make_layout, make_step
+
+from rimuru.kernels import reference
+
+kernels = importlib.import_module(
+    "rimuru.kernels.triton.attention"
+)  # the package has a function of that name
+
+# Both sides read the same rounded inputs and accumulate in float32. What differs is the result's rounding
+# (the two sides may round apart: one ulp of the value, the relative part) and the weights rounded to the KV
+# type before the second product: half an ulp each of weights that sum to 1, against values of a few units,
+# averaging out over the tokens (the absolute part, half an ulp of 1).
+EPS = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
+
+
+def compare(layout, lengths, queries, q_heads, window=0, **step) -> None:
+    kv, meta = make_step(layout, lengths, queries, **step)
+    torch.manual_seed(7)
+    q = torch.randn(sum(queries), q_heads, layout.head_dim).to(layout.dtype).to(DEVICE)
+    scale = layout.head_dim**-0.5
+    got = kernels.attention(q, kv, meta, scale, window)
+    want = reference.attention(q, kv, meta, scale, window)
+    torch.testing.assert_close(got, want, rtol=EPS[layout.dtype], atol=EPS[layout.dtype] / 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "q_heads"), [(2, 6), (3, 3)])
+def test_decode_reads_every_sequence_where_its_pages_lie(dtype, heads, q_heads):
+    compare(make_layout(dtype, heads, 32), [1, 17, 150, 0, 33], [1] * 5, q_heads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_prompt_sees_its_prefix_and_nothing_later(dtype):
+    compare(make_layout(dtype, 1, 32), [70, 3, 130, 40], [70, 3, 5, 24], 2)
+
+
+def test_prompts_and_decode_mix_in_a_step():
+    compare(make_layout(torch.bfloat16, 2, 16), [40, 9, 20, 0, 75], [33, 1, 20, 1, 1], 4)
+
+
+@pytest.mark.parametrize("window", [1, 16, 37])
+def test_a_window_hides_what_lies_before_it(window):
+    layout = make_layout(torch.float32, 1, 16)
+    compare(layout, [90, 200, 5], [60, 1, 5], 2, window=window)
+
+
+def test_splits_merge_in_order_and_leave_the_counters_at_zero(monkeypatch):
+    monkeypatch.setattr(kernels, "_device", lambda device: (4, 99))
+    layout = make_layout(torch.float32, 1, 16)
+    compare(layout, [1200, 129, 1], [1] * 3, 3)
+    assert not kernels._counters(DEVICE).any()
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_head_sizes_of_served_models(dim):
+    compare(make_layout(torch.bfloat16, 1, dim, layers=3), [40, 20], [1, 20], 2, layer=2)
+
+
+def test_blocks_of_other_sizes_and_grains():
+    compare(make_layout(torch.float32, 1, 16, block_tokens=32, grain=4096), [50, 70], [1, 40], 2, layer=0)
+
+
+def test_a_decode_token_does_not_depend_on_what_its_neighbour_does():
+    layout = make_layout(torch.float32, 1, 16)
+    kv, meta = make_step(layout, [300, 64], [1, 30])
+    q = torch.randn(31, 2, 16, device=DEVICE)
+    mixed = kernels.attention(q, kv, meta, 0.25)
+    meta.query_start, meta.max_query_len = torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE), 1
+    assert torch.equal(kernels.attention(q[:2], kv, meta, 0.25)[:1], mixed[:1])
+
+
+def test_unsupported_layouts_are_named():
+    with pytest.raises(ValueError, match="head_dim 16, 32, 64, 128 or 256, not 80"):
+        kernels.check_supported(make_layout(torch.bfloat16, 1, 80), 1)
+    with pytest.raises(ValueError, match="float64"):
+        kernels.check_supported(make_layout(torch.float64, 1, 64), 1)
+    with pytest.raises(ValueError, match="divide"):
+        kernels.check_supported(make_layout(torch.bfloat16, 2, 64), 3)
+
+
+def test_split_count_fills_the_gpu_without_starving_long_sequences():
+    assert kernels.split_count(1, 4, 32_768, 128, 132) == 128
+    assert kernels.split_count(256, 4, 1024, 128, 132) == 1
+    assert kernels.split_count(256, 4, 32_768, 128, 132) == 8
+    assert kernels.split_count(1, 4, 100, 128, 132) == 1
