@@ -131,7 +131,6 @@ def training_text() -> list[str]:
     words = [
         "".join(rng.choice(heads) + rng.choice(tails) for _ in range(rng.randint(1, 3))) for _ in range(300)
     ]
-    words += "the of and a to in is that it was for on are with as his they be at one have this".split()
     return [" ".join(rng.choices(words, k=rng.randint(4, 14))).capitalize() + "." for _ in range(3000)]
 
 

@@ -1,0 +1,153 @@
+"""The pre-norm decoder that all served families share.
+
+Room: models. Rule: a step's Python is one short loop; every tensor and kernel it needs is bound in
+`__init__`. Dense parameters are owned here; KV and experts live in pages that the caller passes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.nn.functional import embedding
+
+from rimuru.kernels.types import ExpertLayout, KVView, StepMeta
+from rimuru.layers.attention import Attention, ClippedAttention
+from rimuru.layers.linear import DenseWeights, GatedMlp
+from rimuru.layers.moe import SparseMoe
+from rimuru.layers.norm_rope import rope_table
+from rimuru.models.config import ModelConfig
+
+
+@dataclass(slots=True)
+class DecoderLayer:
+    """One layer; exactly one of `moe` and `mlp` is there."""
+
+    input_norm: torch.Tensor
+    attention: Attention
+    post_norm: torch.Tensor
+    moe: SparseMoe | None
+    mlp: GatedMlp | None
+
+
+class Decoder:
+    """Embedding, layers, final norm and output head.
+
+    `parameters` maps canonical checkpoint names to the tensors to fill; `expert_layout` is how the
+    caller must lay out every expert; `nbytes` counts all that the model holds on the device.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        ops: ModuleType,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        max_positions: int | None = None,
+    ):
+        """Allocate, uninitialised. `max_positions` caps the rotary table (default: the model's own)."""
+        self.config, self.dtype, self.device = config, dtype, torch.device(device)
+        self.expert_layout = ExpertLayout(config.hidden_size, config.moe_intermediate, dtype)
+        weights = DenseWeights(self.device, dtype)
+        hidden = config.hidden_size
+        rope = rope_table(
+            config.rope_kind,
+            config.rope_base,
+            config.rotary_dim,
+            dict(config.rope_scaling),
+            max_positions or config.max_position_embeddings,
+            self.device,
+        )
+        self.embedding = weights.take("embed_tokens.weight", config.vocab_size, hidden)
+        self.layers = [self._layer(i, weights, ops, rope) for i in range(config.num_layers)]
+        self.norm = weights.take("norm.weight", hidden)
+        self.head = self.embedding
+        if not config.tie_embeddings:
+            self.head = weights.take("lm_head.weight", config.vocab_size, hidden)
+        self.parameters = weights.views
+        self.nbytes = weights.nbytes + rope.numel() * rope.dtype.itemsize
+        self._linear, self._norm_op, self._eps = ops.linear, ops.rms_norm, config.rms_eps
+        self._table: torch.Tensor | None = None
+        self._rows: tuple[torch.Tensor, ...] = ()
+
+    def _layer(self, i: int, weights: DenseWeights, ops: ModuleType, rope: torch.Tensor) -> DecoderLayer:
+        config, name, hidden = self.config, f"layers.{i}", self.config.hidden_size
+        options: dict[str, Any] = {
+            "qkv_bias": config.qkv_bias,
+            "output_bias": config.output_bias,
+            "qk_norm": config.qk_norm,
+            "eps": config.rms_eps,
+            "window": config.windows[i],
+        }
+        shape = (f"{name}.self_attn", hidden, config.num_heads, config.num_kv_heads, config.head_dim, rope)
+        attention = (
+            Attention(weights, ops, *shape, **options)
+            if config.clip_qkv is None
+            else ClippedAttention(weights, ops, *shape, clip=config.clip_qkv, **options)
+        )
+        moe = mlp = None
+        if i in config.moe_layers:
+            moe = SparseMoe(
+                weights,
+                ops,
+                f"{name}.mlp",
+                config.moe_layers.index(i),
+                self.expert_layout,
+                config.num_experts,
+                config.top_k,
+                normalize=config.norm_topk,
+                scoring=config.scoring,
+                shared=config.shared_intermediate,
+                shared_gate=config.shared_gate,
+            )
+        else:
+            mlp = GatedMlp(weights, ops, f"{name}.mlp", hidden, config.dense_intermediate)
+        return DecoderLayer(
+            weights.take(f"{name}.input_layernorm.weight", hidden),
+            attention,
+            weights.take(f"{name}.post_attention_layernorm.weight", hidden),
+            moe,
+            mlp,
+        )
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        meta: StepMeta,
+        kv: Sequence[KVView],
+        expert_table: torch.Tensor,
+        touched: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """One step.
+
+        tokens int64 `[T]`; kv: one view a layer; expert_table int64 `[MoE layers, experts]`, raw
+        addresses; touched int32 of the same shape, incremented by the tokens routed to each expert;
+        rows int64 `[S]`: the tokens whose hidden state is wanted (default all). Returns the normed
+        hidden states `[T or S, hidden]`, input to `logits`.
+        """
+        if expert_table is not self._table:
+            self._table, self._rows = expert_table, expert_table.unbind(0)
+        addresses, norm, eps = self._rows, self._norm_op, self._eps
+        counts: Sequence[torch.Tensor | None] = (None,) * len(addresses)
+        if touched is not None:
+            counts = touched.unbind(0)
+        x, residual = embedding(tokens, self.embedding), None
+        for layer, view in zip(self.layers, kv, strict=True):
+            x, residual = norm(x, layer.input_norm, eps, residual)
+            x = layer.attention.forward(x, meta, view)
+            x, residual = norm(x, layer.post_norm, eps, residual)
+            if layer.moe is not None:
+                x = layer.moe.forward(x, addresses[layer.moe.index], counts[layer.moe.index])
+            else:
+                x = layer.mlp.forward(x)  # type: ignore[union-attr]
+        if rows is not None:
+            x, residual = x[rows], residual[rows]  # type: ignore[index]
+        return norm(x, self.norm, eps, residual)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states `[S, hidden]` -> float32 `[S, vocab]`."""
+        return self._linear(hidden, self.head).float()

@@ -1,0 +1,295 @@
+"""Weights from safetensors files, each straight to where it will be served from.
+
+Room: models. Rule: everything is compared with what the model needs before a byte is copied; then
+tensor after tensor in file order, holding no more than one of them besides its destination.
+
+Dense parameters go in place. Experts go wherever the caller's `ExpertSink` says, one expert at a
+time, whether the files hold them one by one or stacked.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from rimuru.errors import CheckpointError, ConfigError
+from rimuru.models.config import ModelConfig, read_json
+from rimuru.models.decoder import Decoder
+
+# (index of the MoE layer, expert) -> its gate_up [2 * intermediate, hidden] and down [hidden,
+# intermediate], to be written. Called once for every stored piece, so up to three times an expert.
+ExpertSink = Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]
+Progress = Callable[[int, int], None]  # bytes read so far, bytes to read
+
+_PREFIX = re.compile(r"^(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.)+")
+_MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_EXPERT = re.compile(r"layers\.(\d+)\.mlp\.experts\.(?:(\d+)\.)?(gate|up|down|gate_up)_proj(?:\.weight)?")
+_DTYPES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
+_SHOWN = 20  # names of one kind in an error message
+
+
+def canonical_name(name: str) -> str:
+    """The name a tensor has here, whatever the family or the saver called it.
+
+    `model.layers.0.block_sparse_moe.experts.1.w2.weight` -> `layers.0.mlp.experts.1.down_proj.weight`
+    """
+    name = _PREFIX.sub("", name).replace(".block_sparse_moe.", ".mlp.")
+    return re.sub(r"(\.experts\.\d+\.)(w[123])\b", lambda m: m[1] + _MIXTRAL[m[2]], name)
+
+
+def _disk_name(name: str, family: str) -> str:
+    """What the family's own files call `name`: the inverse of `canonical_name`, for messages."""
+    if family == "mixtral":
+        for short, long in _MIXTRAL.items():
+            name = re.sub(rf"(\.experts\.\d+\.){long}", rf"\1{short}", name)
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+    return name if name.startswith("lm_head") else f"model.{name}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor on disk."""
+
+    name: str
+    file: Path
+    order: int  # rank of its offset in the file
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        count = _DTYPES.get(self.dtype, 1)
+        for n in self.shape:
+            count *= n
+        return count
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint; `CheckpointError` names what is not there."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(read_json(index)["weight_map"].values()))
+        except (ConfigError, KeyError, AttributeError, TypeError):
+            raise CheckpointError(f"{index}: not a valid index of shards; fetch it again") from None
+        absent = [n for n in names if not (folder / n).is_file()]
+        if absent:
+            raise CheckpointError(f"{folder}: shards named in {index.name} are missing: {_listed(absent)}")
+        return [folder / n for n in names]
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return [single]
+    files = sorted(p for p in folder.glob("*.safetensors") if not p.name.startswith("consolidated"))
+    if not files:
+        raise CheckpointError(
+            f"{folder}: no *.safetensors there; other formats are not read. Save the model with "
+            "save_pretrained, or use --load-format dummy for random weights"
+        )
+    return files
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file}: corrupt or truncated ({error}); fetch the file again") from None
+
+
+def _inventory(files: Iterable[Path]) -> list[_Stored]:
+    found = []
+    for file in files:
+        with _open(file) as handle:
+            for order, name in enumerate(handle.offset_keys()):
+                part = handle.get_slice(name)
+                found.append(_Stored(name, file, order, tuple(part.get_shape()), part.get_dtype()))
+    return found
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+class _Plan:
+    """Where every stored tensor goes, and everything that is wrong with the checkpoint."""
+
+    def __init__(self, config: ModelConfig, model: Decoder, stored: list[_Stored]):
+        self.config, self.model = config, model
+        self.moe_index = {layer: i for i, layer in enumerate(config.moe_layers)}
+        self.dense: list[tuple[_Stored, torch.Tensor]] = []
+        self.experts: list[tuple[_Stored, int, int | None, str]] = []  # MoE layer, expert or None for all
+        self.extra: list[str] = []
+        self.shapes: list[str] = []
+        self.dtypes: list[str] = []
+        self.twice: list[str] = []
+        self.missing_dense = set(model.parameters)
+        self.missing_parts = {
+            (layer, expert, part)
+            for layer in range(len(config.moe_layers))
+            for expert in range(config.num_experts)
+            for part in ("gate", "up", "down")
+        }
+        for tensor in stored:
+            self._place(tensor)
+
+    def _place(self, tensor: _Stored) -> None:
+        name = canonical_name(tensor.name)
+        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.config.tie_embeddings):
+            return  # savers of old wrote these; nothing is lost without them
+        target = self.model.parameters.get(name)
+        if target is not None:
+            if self._fits(tensor, tuple(target.shape), {name}, self.missing_dense):
+                self.dense.append((tensor, target))
+            return
+        match = _EXPERT.fullmatch(name)
+        layer = self.moe_index.get(int(match[1])) if match else None
+        if match is None or layer is None or (match[2] is None and match[3] not in ("gate_up", "down")):
+            self.extra.append(tensor.name)
+            return
+        expert, part = None if match[2] is None else int(match[2]), match[3]
+        if expert is not None and (expert >= self.config.num_experts or part == "gate_up"):
+            self.extra.append(tensor.name)
+            return
+        hidden, inter = self.config.hidden_size, self.config.moe_intermediate
+        rows = 2 * inter if part == "gate_up" else inter
+        shape: tuple[int, ...] = (hidden, inter) if part == "down" else (rows, hidden)
+        if expert is None:
+            shape = (self.config.num_experts, *shape)
+        covered = {
+            (layer, e, p)
+            for e in (range(self.config.num_experts) if expert is None else (expert,))
+            for p in (("gate", "up") if part == "gate_up" else (part,))
+        }
+        if self._fits(tensor, shape, covered, self.missing_parts):
+            self.experts.append((tensor, layer, expert, part))
+
+    def _fits(self, tensor: _Stored, shape: tuple[int, ...], covers: set, missing: set) -> bool:
+        if not covers <= missing:
+            self.twice.append(tensor.name)
+            return False
+        missing -= covers
+        if tensor.dtype not in _DTYPES:
+            self.dtypes.append(f"{tensor.name} is {tensor.dtype}")
+            return False
+        if tensor.shape != shape:
+            self.shapes.append(f"{tensor.name} is {list(tensor.shape)}, needs {list(shape)}")
+            return False
+        return True
+
+    def check(self, folder: Path) -> None:
+        """Raise `CheckpointError` naming every fault of every kind."""
+        family, layers = self.config.family, self.config.moe_layers
+        missing = [_disk_name(n, family) for n in self.model.parameters if n in self.missing_dense]
+        missing += [
+            _disk_name(f"layers.{layers[layer]}.mlp.experts.{expert}.{part}_proj.weight", family)
+            for layer, expert, part in sorted(self.missing_parts)
+        ]
+        kinds = {
+            "missing": missing,
+            "not part of this model": self.extra,
+            "wrong shape": self.shapes,
+            f"dtype not served (only {', '.join(_DTYPES)})": self.dtypes,
+            "stored twice": self.twice,
+        }
+        faults = [f"{what} ({len(names)}): {_listed(names)}" for what, names in kinds.items() if names]
+        if faults:
+            raise CheckpointError(f"{folder}: weights do not match config.json; " + "; ".join(faults))
+
+
+def load_weights(
+    folder: str | Path, model: Decoder, expert_sink: ExpertSink, progress: Progress | None = None
+) -> None:
+    """Fill `model.parameters` in place and every expert through `expert_sink`, converting dtypes.
+
+    Raises `CheckpointError`: before anything is written where names or shapes do not match (all
+    named in one message), and with the file's name where a file is corrupt.
+    """
+    folder = Path(folder)
+    plan = _Plan(model.config, model, _inventory(weight_files(folder)))
+    plan.check(folder)
+    copies: dict[Path, list[tuple[_Stored, Callable[[Any], None]]]] = {}
+    for tensor, target in plan.dense:
+        copies.setdefault(tensor.file, []).append((tensor, _dense_copy(tensor, target)))
+    for tensor, layer, expert, part in plan.experts:
+        copies.setdefault(tensor.file, []).append(
+            (tensor, _expert_copy(tensor, layer, expert, part, model.config, expert_sink))
+        )
+    total = sum(tensor.nbytes for jobs in copies.values() for tensor, _ in jobs)
+    done = 0
+    for file, jobs in sorted(copies.items()):
+        with _open(file) as handle:
+            for tensor, copy in sorted(jobs, key=lambda job: job[0].order):
+                try:
+                    copy(handle)
+                except (SafetensorError, OSError) as error:
+                    raise CheckpointError(f"{file}: {tensor.name} cannot be read ({error})") from None
+                done += tensor.nbytes
+                if progress is not None:
+                    progress(done, total)
+
+
+def _dense_copy(tensor: _Stored, target: torch.Tensor) -> Callable[[Any], None]:
+    def copy(handle: Any) -> None:
+        target.copy_(handle.get_tensor(tensor.name))
+
+    return copy
+
+
+def _expert_copy(
+    tensor: _Stored, layer: int, expert: int | None, part: str, config: ModelConfig, sink: ExpertSink
+) -> Callable[[Any], None]:
+    inter = config.moe_intermediate
+
+    def write(e: int, values: torch.Tensor) -> None:
+        gate_up, down = sink(layer, e)
+        target = {"gate_up": gate_up, "gate": gate_up[:inter], "up": gate_up[inter:], "down": down}[part]
+        target.copy_(values)
+
+    def copy(handle: Any) -> None:
+        if expert is not None:
+            write(expert, handle.get_tensor(tensor.name))
+            return
+        stack = handle.get_slice(tensor.name)  # one expert at a time: a stack may be gigabytes
+        for e in range(config.num_experts):
+            write(e, stack[e])
+
+    return copy
+
+
+def dummy_weights(model: Decoder, seed: int, expert_sink: ExpertSink) -> None:
+    """Random weights from the configuration alone: the same for a seed whatever the order or layout.
+
+    Each tensor is a window of one block of normal numbers, at an offset that follows from its name,
+    scaled by 1/sqrt(fan-in): fast enough for tens of gigabytes, and no two experts are alike.
+    """
+    block = torch.randn((1 << 20) + 7, generator=torch.Generator().manual_seed(seed))
+    scaled: dict[tuple[float, torch.device], torch.Tensor] = {}
+
+    def fill(name: str, target: torch.Tensor) -> None:
+        if name.endswith("norm.weight"):
+            target.fill_(1.0)
+            return
+        key = (target.shape[-1] ** -0.5 if target.dim() > 1 else 0.02, target.device)
+        if key not in scaled:
+            scaled[key] = (block * key[0]).to(target.device, target.dtype)
+        source, flat = scaled[key], target.view(-1)
+        at, written = zlib.crc32(name.encode()) % len(source), 0
+        while written < len(flat):
+            n = min(len(source) - at, len(flat) - written)
+            flat[written : written + n] = source[at : at + n]
+            at, written = 0, written + n
+
+    for name, target in model.parameters.items():
+        fill(name, target)
+    for layer in range(len(model.config.moe_layers)):
+        for expert in range(model.config.num_experts):
+            gate_up, down = expert_sink(layer, expert)
+            fill(f"{layer}.{expert}.gate_up", gate_up)
+            fill(f"{layer}.{expert}.down", down)
