@@ -26,7 +26,7 @@ from rimuru.models.decoder import Decoder
 # (index of the MoE layer, expert) -> its gate_up [2 * intermediate, hidden] and down [hidden,
 # intermediate], to be written. Called once for every stored piece, so up to three times an expert.
 ExpertSink = Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]
-Progress = Callable[[int, int], None]  # bytes read so far, bytes to read
+Progress = Callable[[str, float], None]  # what is under way, the share of it done
 
 _PREFIX = re.compile(r"^(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.)+")
 _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
@@ -232,7 +232,7 @@ def load_weights(
                     raise CheckpointError(f"{file}: {tensor.name} cannot be read ({error})") from None
                 done += tensor.nbytes
                 if progress is not None:
-                    progress(done, total)
+                    progress("loading weights", done / total)
 
 
 def _dense_copy(tensor: _Stored, target: torch.Tensor) -> Callable[[Any], None]:
@@ -263,7 +263,9 @@ def _expert_copy(
     return copy
 
 
-def dummy_weights(model: Decoder, seed: int, expert_sink: ExpertSink) -> None:
+def dummy_weights(
+    model: Decoder, seed: int, expert_sink: ExpertSink, progress: Progress | None = None
+) -> None:
     """Random weights from the configuration alone: the same for a seed whatever the order or layout.
 
     Each tensor is a window of one block of normal numbers, at an offset that follows from its name,
@@ -288,8 +290,11 @@ def dummy_weights(model: Decoder, seed: int, expert_sink: ExpertSink) -> None:
 
     for name, target in model.parameters.items():
         fill(name, target)
-    for layer in range(len(model.config.moe_layers)):
+    layers = len(model.config.moe_layers)
+    for layer in range(layers):
         for expert in range(model.config.num_experts):
             gate_up, down = expert_sink(layer, expert)
             fill(f"{layer}.{expert}.gate_up", gate_up)
             fill(f"{layer}.{expert}.down", down)
+        if progress is not None:
+            progress("drawing weights", (layer + 1) / layers)
