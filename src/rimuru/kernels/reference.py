@@ -168,7 +168,8 @@ def moe(
 
     x `[T, H]`, ids int32 `[T, k]` (-1: skip), weights float32 `[T, k]`; table: int64 `[E]`, raw
     addresses of this layer's expert pages (pool or host memory) with a tag in the low byte (`types`),
-    laid out as `layout`. `touched`: int32 `[E]`, incremented by the number of tokens routed to each expert. Returns `[T, H]`.
+    laid out as `layout`. `touched`: int32 `[E]`, incremented by the number of tokens routed to each
+    expert. Returns `[T, H]`.
     The hidden activation is rounded to x's dtype between the two products; the weighted sum is
     accumulated in float32. This twin reads host addresses only.
     """
@@ -185,6 +186,12 @@ def moe(
         act = (F.silu(gate.float()) * up.float()).to(x.dtype)
         out.index_add_(0, row, F.linear(act, down).float() * weights[row, choice, None])
     return out.to(x.dtype)
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) * up` of `x [T, 2 * I]`, gate first: `[T, I]` in x's dtype, computed in float32."""
+    gate, up = x.chunk(2, dim=-1)
+    return (F.silu(gate.float()) * up.float()).to(x.dtype)
 
 
 def apply_edits(table: torch.Tensor, index: torch.Tensor, value: torch.Tensor) -> None:
