@@ -1,0 +1,569 @@
+"""Who holds which page: split on demand, merge on the last free, never a partial answer.
+
+Room: the pool. Rule: integers only. A page is the index of its first grain; a full pool is a value
+(`Shortage`), a mistake of the caller is a typed error, and both leave the pool as it was.
+
+Placement: an owner keeps taking from the parent it took from last; then whole parents for as many
+pages as fill them; then the open parent with the fewest free pages that are enough, so that nearly
+full parents fill up and nearly empty ones get the chance to come back whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+
+from .errors import (
+    CorruptPoolError,
+    DoubleFreeError,
+    ForeignPageError,
+    GeometryError,
+    PageError,
+    WrongKindError,
+)
+from .geometry import MAX_GRAINS, Geometry, Kind
+
+_FULL: set[int] = set()  # the free pages of every parent that has none; never changed
+_ROOT = -1  # the root pages' parent
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """The pages asked for are not there. Nothing was taken; `obtainable` could have been."""
+
+    obtainable: int
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Pages of one kind: held by owners, free inside open parents, and parents cut for it."""
+
+    used: int
+    free: int
+    parents: int
+
+
+class _Holding:
+    """What one owner holds of a class, by parent. None stands for every page of that parent."""
+
+    __slots__ = ("parts", "tail")
+
+    def __init__(self) -> None:
+        self.parts: dict[int, set[int] | None] = {}
+        self.tail = _ROOT - 1  # the parent taken from last
+
+
+class _Level:
+    """One page class at work."""
+
+    __slots__ = (
+        "buckets", "children", "filled", "free", "held", "index", "kind", "limit", "name", "parent",
+        "parent_limit", "per", "span", "split", "stride", "used",
+    )  # fmt: skip
+
+    def __init__(
+        self, index: int, name: str, kind: Kind | None, stride: int, per: int, parent: _Level | None
+    ):
+        self.index, self.name, self.kind = index, name, kind
+        self.stride = stride  # grains from page to page
+        self.per = per  # pages in a parent
+        self.span = stride * per  # grains of a parent that are used
+        self.parent = parent
+        self.children: list[_Level] = []
+        self.split: dict[int, set[int]] = {}  # parent -> its free pages
+        # Open parents by how many free pages they have, and a bit for each bucket that is not empty.
+        self.buckets: list[dict[int, None]] = [{} for _ in range(per)] if parent else []
+        self.filled = 0
+        self.free = 0  # pages free inside split parents
+        self.used = 0  # pages held by owners
+        self.held: dict[Hashable, _Holding] = {}
+        self.limit: int | None = None
+        self.parent_limit: int | None = None
+
+    def file(self, parent: int, before: int, after: int) -> None:
+        """Move a parent from one bucket to another; 0 and `per` are no buckets."""
+        if self.parent is None:
+            return
+        if 0 < before < self.per:
+            bucket = self.buckets[before]
+            del bucket[parent]
+            if not bucket:
+                self.filled &= ~(1 << before)
+        if 0 < after < self.per:
+            self.buckets[after][parent] = None
+            self.filled |= 1 << after
+
+    def pages_of(self, parent: int) -> range:
+        first = 0 if parent == _ROOT else parent
+        return range(first, first + self.span, self.stride)
+
+
+class Allocator:
+    """The page pool's books for one arena of `pool_bytes`, planned by `geometry`.
+
+    Classes are named by their index in `geometry.classes`. Owners are any hashable; None means
+    "nobody in particular", the owner of pages that outlive the request that took them.
+    """
+
+    def __init__(self, geometry: Geometry, pool_bytes: int):
+        roots = geometry.roots(pool_bytes)
+        if roots < 1:
+            raise GeometryError(
+                f"a pool of {pool_bytes:,} bytes holds no page of {geometry.huge_bytes:,} bytes; "
+                f"give at least {geometry.huge_bytes:,}"
+            )
+        if roots * geometry.page_grains(0) > MAX_GRAINS:
+            raise GeometryError(
+                f"a pool of {pool_bytes:,} bytes has more than 2^31 grains of {geometry.grain} bytes; "
+                f"the most is {MAX_GRAINS * geometry.grain:,}"
+            )
+        self.geometry = geometry
+        self.roots = roots
+        self._levels: list[_Level] = []
+        for i, c in enumerate(geometry.classes):
+            parent = None if c.parent is None else self._levels[c.parent]
+            per = roots if parent is None else c.per_parent
+            level = _Level(i, c.name, c.kind, geometry.page_grains(i), per, parent)
+            if parent is not None:
+                parent.children.append(level)
+            self._levels.append(level)
+        root = self._levels[0]
+        root.split[_ROOT] = set(root.pages_of(_ROOT))
+        root.free = roots
+        self._kind_limits: dict[Kind, int] = {}
+        self._by_kind = {k: [lv for lv in self._levels if lv.kind == k] for k in Kind}
+
+    # ---------------------------------------------------------------- asking
+
+    def obtainable(self, cls: int) -> int:
+        """Pages of a class that `take` would give now, free parents split and limits kept."""
+        level = self._levels[cls]
+        return max(0, min(self._room(level), self._allowed(level)))
+
+    def excess(self, cls: int) -> int:
+        """Pages of a class held beyond its limit (0 where within it, or without one)."""
+        return max(0, -self._allowed(self._levels[cls]))
+
+    def obtainable_together(self, each: Mapping[int, int]) -> int:
+        """How many bundles of `each[cls]` pages per class could be taken now, all from one pool."""
+        most = min(self.obtainable(cls) // n for cls, n in each.items())
+        if len(each) == 1:
+            return most
+        least = 0
+        while least < most:
+            middle = (least + most + 1) // 2
+            if self._fits({cls: n * middle for cls, n in each.items()}):
+                least = middle
+            else:
+                most = middle - 1
+        return least
+
+    def used(self, cls: int) -> int:
+        """Pages of a class that owners hold."""
+        return self._levels[cls].used
+
+    def held_by(self, cls: int, owner: Hashable) -> int:
+        """Pages of a class that one owner holds."""
+        level = self._levels[cls]
+        holding = level.held.get(owner)
+        if holding is None:
+            return 0
+        return sum(level.per if pages is None else len(pages) for pages in holding.parts.values())
+
+    def counts(self, kind: Kind) -> Counts:
+        """Pages of a kind, over all its classes."""
+        levels = self._by_kind[kind]
+        return Counts(
+            sum(lv.used for lv in levels),
+            sum(lv.free for lv in levels),
+            sum(len(lv.split) for lv in levels if lv.parent is not None),
+        )
+
+    def whole_free(self) -> int:
+        """Root pages that are free and uncut."""
+        return self._levels[0].free
+
+    # ---------------------------------------------------------------- limits
+
+    def set_limit(self, target: int | Kind, pages: int | None) -> None:
+        """The boundary: the most pages a class, or all classes of a kind, may hold. None: no limit.
+
+        Pages held beyond a new limit stay; `take` gives none until they are back under it.
+        """
+        if pages is not None and pages < 0:
+            raise ValueError(f"a limit of {pages} pages; the least is 0")
+        if not isinstance(target, Kind):
+            self._levels[target].limit = pages
+        elif pages is None:
+            self._kind_limits.pop(target, None)
+        else:
+            self._kind_limits[target] = pages
+
+    def set_parent_limit(self, cls: int, parents: int | None) -> None:
+        """The most parents that may be cut for a class, however its pages lie. None: no limit."""
+        if parents is not None and parents < 0:
+            raise ValueError(f"a limit of {parents} parents; the least is 0")
+        self._levels[cls].parent_limit = parents
+
+    # ---------------------------------------------------------------- taking
+
+    def take(
+        self, cls: int, n: int, owner: Hashable, *, ahead: int = 0, unit: int = 1
+    ) -> list[int] | Shortage:
+        """Take `n` pages for `owner`, all or none.
+
+        `ahead` asks for up to that many pages more, in multiples of `unit`, and only from the parent
+        that gives the last of the `n`: pages reserved so never keep a parent from merging alone.
+        The list is then longer than `n`. Raises ValueError for a negative count.
+        """
+        level = self._levels[cls]
+        if n < 0 or ahead < 0:
+            raise ValueError(f"cannot take {n} pages ({ahead} ahead)")
+        room = min(self._room(level), self._allowed(level))
+        if n > room:
+            return Shortage(max(0, room))
+        if n == 0:
+            return []
+        ahead = min(ahead, room - n)
+        holding = level.held.get(owner)
+        if holding is None:
+            holding = _Holding()
+            if owner is not None:
+                level.held[owner] = holding
+        parts, split, per = holding.parts, level.split, level.per
+        pages: list[int] = []
+        need = n
+        tail = holding.tail
+        if split.get(tail):
+            pages = self._draw(level, tail, need, ahead, unit, parts)
+            need -= len(pages)
+        if need >= per and level.parent is not None:
+            whole = self._whole_parents(level, need // per)
+            for parent in whole:
+                split[parent] = _FULL
+                parts[parent] = None
+                pages += range(parent, parent + level.span, level.stride)
+            if whole:
+                tail = whole[-1]
+                need -= len(whole) * per
+        while need > 0:
+            tail = self._choose(level, need)
+            got = self._draw(level, tail, need, ahead, unit, parts)
+            pages += got
+            need -= len(got)
+        holding.tail = tail
+        level.used += len(pages)
+        return pages
+
+    def _choose(self, level: _Level, need: int) -> int:
+        """The parent to draw from: best fit among the open ones, a new one, else the emptiest open one."""
+        if level.parent is None:
+            return _ROOT
+        enough = level.filled >> need << need if need < level.per else 0
+        if enough:
+            bucket = (enough & -enough).bit_length() - 1
+            return next(reversed(level.buckets[bucket]))
+        fresh = self._whole_parents(level, 1)
+        if fresh:
+            parent = fresh[0]
+            level.split[parent] = set(level.pages_of(parent))
+            level.free += level.per
+            return parent
+        bucket = level.filled.bit_length() - 1
+        return next(reversed(level.buckets[bucket]))
+
+    def _draw(
+        self, level: _Level, parent: int, need: int, ahead: int, unit: int, parts: dict[int, set[int] | None]
+    ) -> list[int]:
+        """Take up to `need` pages (and some ahead) of one split parent into a holding's parts."""
+        free = level.split[parent]
+        before = len(free)
+        n = need
+        if n < before and ahead:
+            extra = min(before - n, ahead)
+            n += extra - extra % unit
+        if n >= before:
+            n = before
+            pages = sorted(free)
+            level.split[parent] = set() if parent == _ROOT else _FULL
+            drawn = free
+        else:
+            pop = free.pop
+            pages = [pop() for _ in range(n)]
+            drawn = set(pages)
+        level.free -= n
+        level.file(parent, before, before - n)
+        mine = parts.get(parent)
+        if mine is None:
+            parts[parent] = drawn
+        else:
+            mine |= drawn
+        return pages
+
+    def _whole_parents(self, level: _Level, n: int) -> list[int]:
+        """Up to `n` pages of the parent level, to be cut for `level`. They belong to no owner."""
+        source = level.parent
+        assert source is not None
+        n = min(n, self._room(source))
+        if level.parent_limit is not None:
+            n = min(n, level.parent_limit - len(level.split))
+        pages: list[int] = []
+        while len(pages) < n:
+            # One at a time is fullest first: what is nearly full fills up, so that the rest can merge.
+            parent = self._choose(source, 1)
+            pages += self._draw(source, parent, n - len(pages), 0, 1, {})
+        return pages
+
+    # ---------------------------------------------------------------- giving back
+
+    def give(self, cls: int, pages: Iterable[int], owner: Hashable) -> None:
+        """Give pages back; a parent whose last page returns merges, upwards as far as it goes.
+
+        With owner None the pages must be disowned ones. Raises `DoubleFreeError`, `ForeignPageError`
+        or `WrongKindError`, naming page and owner, before anything changes.
+        """
+        level = self._levels[cls]
+        pages = list(pages)
+        by_parent: dict[int, set[int]] = {}
+        for page in pages:
+            parent = self._parent_of(level, page)
+            mine = by_parent.get(parent)
+            if mine is None:
+                by_parent[parent] = {page}
+            else:
+                mine.add(page)
+        n = len(pages)
+        holding = level.held.get(owner)
+        if n != sum(map(len, by_parent.values())):
+            page = next(p for i, p in enumerate(pages) if p in pages[:i])
+            raise DoubleFreeError(f"page {page} is in the list twice (owner {owner!r})", page, owner)
+        for parent, mine in by_parent.items():
+            if not self._may_give(level, parent, mine, owner, holding):
+                raise self._diagnosis(level, parent, mine, owner, holding)
+        for parent, mine in by_parent.items():
+            if holding is not None:
+                self._unhold(level, holding, parent, mine)
+        if holding is not None and not holding.parts:
+            del level.held[owner]
+        level.used -= n
+        self._put_back(level, by_parent)
+
+    def give_all(self, cls: int, owner: Hashable) -> int:
+        """Give back every page of a class that `owner` holds; how many that were."""
+        level = self._levels[cls]
+        holding = level.held.pop(owner, None)
+        if holding is None:
+            return 0
+        before = level.used
+        whole = []
+        some: dict[int, set[int]] = {}
+        for parent, pages in holding.parts.items():
+            if pages is None:
+                whole.append(parent)
+            else:
+                some[parent] = pages
+                level.used -= len(pages)
+        if whole:
+            split = level.split
+            for parent in whole:
+                del split[parent]
+            level.used -= len(whole) * level.per
+            self._merge(level, whole)
+        self._put_back(level, some)
+        return before - level.used
+
+    def disown(self, cls: int, owner: Hashable) -> None:
+        """The pages of `owner` stay taken but belong to nobody; `give(..., None)` returns them."""
+        self._levels[cls].held.pop(owner, None)
+
+    def _parent_of(self, level: _Level, page: int) -> int:
+        if level.parent is None:
+            return _ROOT
+        chain = []
+        up: _Level | None = level.parent
+        while up is not None:
+            chain.append(up.stride)
+            up = up.parent
+        base = 0
+        for stride in reversed(chain):
+            base += (page - base) // stride * stride
+        return base
+
+    @staticmethod
+    def _may_give(
+        level: _Level, parent: int, pages: set[int], owner: Hashable, holding: _Holding | None
+    ) -> bool:
+        if holding is not None:
+            if parent not in holding.parts:
+                return False
+            mine = holding.parts[parent]
+            if mine is not None:
+                return pages <= mine  # what is held is taken, uncut and of this class
+        elif owner is not None:
+            return False
+        free = level.split.get(parent)
+        if free is None or not free.isdisjoint(pages):
+            return False
+        valid = level.pages_of(parent)
+        for page in pages:
+            if page not in valid:
+                return False
+        return not any(page in child.split for child in level.children for page in pages)
+
+    @staticmethod
+    def _diagnosis(
+        level: _Level, parent: int, pages: set[int], owner: Hashable, holding: _Holding | None
+    ) -> PageError:
+        """Why `_may_give` refused, for the first page at fault."""
+        free = level.split.get(parent)
+        mine = _FULL if holding is None else holding.parts.get(parent, _FULL)
+        for page in sorted(pages):
+            who = f"(class {level.name}, owner {owner!r})"
+            if page not in level.pages_of(parent):
+                return WrongKindError(f"page {page} is no page of this class {who}", page, owner)
+            if free is None:
+                return WrongKindError(f"page {page} lies in nothing cut for this class {who}", page, owner)
+            if page in free:
+                return DoubleFreeError(f"page {page} is free already {who}", page, owner)
+            if any(page in child.split for child in level.children):
+                return WrongKindError(f"page {page} is cut into smaller pages {who}", page, owner)
+            if owner is not None and mine is not None and page not in mine:
+                return ForeignPageError(f"page {page} is not held by its giver {who}", page, owner)
+        raise AssertionError("refused without a reason")
+
+    @staticmethod
+    def _unhold(level: _Level, holding: _Holding, parent: int, pages: set[int]) -> None:
+        mine = holding.parts[parent]
+        left = (set(level.pages_of(parent)) if mine is None else mine) - pages
+        if left:
+            holding.parts[parent] = left
+        else:
+            del holding.parts[parent]
+
+    def _put_back(self, level: _Level, by_parent: Mapping[int, set[int]]) -> None:
+        """Make pages free again, without questions; merge the parents that become whole."""
+        whole = []
+        for parent, pages in by_parent.items():
+            free = level.split[parent]
+            before = len(free)
+            after = before + len(pages)
+            if after == level.per and parent != _ROOT:
+                level.free -= before
+                level.file(parent, before, after)
+                del level.split[parent]
+                whole.append(parent)
+            else:
+                if before or parent == _ROOT:
+                    free.update(pages)
+                else:
+                    level.split[parent] = pages
+                level.free += len(pages)
+                level.file(parent, before, after)
+        if whole:
+            self._merge(level, whole)
+
+    def _merge(self, level: _Level, parents: list[int]) -> None:
+        """Hand whole parents back to the level they were cut from."""
+        source = level.parent
+        assert source is not None
+        if source.parent is None:
+            source.split[_ROOT].update(parents)
+            source.free += len(parents)
+            return
+        by_parent: dict[int, set[int]] = {}
+        for page in parents:
+            by_parent.setdefault(self._parent_of(source, page), set()).add(page)
+        self._put_back(source, by_parent)
+
+    # ---------------------------------------------------------------- arithmetic
+
+    def _room(self, level: _Level) -> int:
+        """Pages free or obtainable by cutting, limits on holding aside."""
+        if level.parent is None:
+            return level.free
+        parents = self._room(level.parent)
+        if level.parent_limit is not None:
+            parents = max(0, min(parents, level.parent_limit - len(level.split)))
+        return level.free + level.per * parents
+
+    def _allowed(self, level: _Level) -> int:
+        """Pages the limits still allow; negative where more are held."""
+        allowed = MAX_GRAINS if level.limit is None else level.limit - level.used
+        if level.kind is not None and level.kind in self._kind_limits:
+            used = sum(lv.used for lv in self._by_kind[level.kind])
+            allowed = min(allowed, self._kind_limits[level.kind] - used)
+        return allowed
+
+    def _fits(self, wanted: Mapping[int, int]) -> bool:
+        """Whether all of `wanted` (pages by class) could be taken, one class after the other."""
+        demand = [wanted.get(i, 0) for i in range(len(self._levels))]
+        for kind, limit in self._kind_limits.items():
+            levels = self._by_kind[kind]
+            if sum(lv.used + wanted.get(lv.index, 0) for lv in levels) > limit:
+                return False
+        for level in reversed(self._levels):
+            short = demand[level.index] - level.free
+            if short <= 0:
+                continue
+            if level.parent is None:
+                return False
+            parents = -(-short // level.per)
+            if level.parent_limit is not None and len(level.split) + parents > level.parent_limit:
+                return False
+            demand[level.parent.index] += parents
+        return True
+
+    # ---------------------------------------------------------------- checking
+
+    def check(self) -> None:
+        """Recount everything; `CorruptPoolError` where the books contradict themselves."""
+
+        def require(truth: bool, what: str) -> None:
+            if not truth:
+                raise CorruptPoolError(what)
+
+        require(not _FULL, "the shared empty set was written to")
+        for level in self._levels:
+            name = level.name
+            free = out = 0
+            filed = {p: n for n, b in enumerate(level.buckets) for p in b}
+            bits = sum(1 << n for n, b in enumerate(level.buckets) if b)
+            require(bits == level.filled, f"{name}: bucket bits differ from buckets")
+            owned: dict[int, set[int]] = {}
+            for owner, holding in level.held.items():
+                for parent, pages in holding.parts.items():
+                    require(parent in level.split, f"{name}: {owner!r} holds pages of uncut parent {parent}")
+                    mine = set(level.pages_of(parent)) if pages is None else pages
+                    seen = owned.setdefault(parent, set())
+                    require(bool(mine), f"{name}: {owner!r} holds an empty part of {parent}")
+                    require(not seen & mine, f"{name}: pages {sorted(seen & mine)} have two owners")
+                    seen |= mine
+            for parent, pages in level.split.items():
+                valid = set(level.pages_of(parent))
+                require(pages <= valid, f"{name}: parent {parent} lists foreign pages")
+                if parent != _ROOT:
+                    require(len(pages) < level.per, f"{name}: parent {parent} is whole but not merged")
+                    require(filed.get(parent, 0) == len(pages), f"{name}: parent {parent} is misfiled")
+                    up = level.parent
+                    assert up is not None
+                    home = self._parent_of(up, parent)
+                    require(
+                        home in up.split and parent not in up.split[home],
+                        f"{name}: cut parent {parent} counts as free one level up",
+                    )
+                    held = any(
+                        home in h.parts and (h.parts[home] is None or parent in (h.parts[home] or ()))
+                        for h in up.held.values()
+                    )
+                    require(not held, f"{name}: cut parent {parent} has an owner one level up")
+                require(not pages & owned.get(parent, set()), f"{name}: free pages of {parent} have an owner")
+                free += len(pages)
+                out += (self.roots if parent == _ROOT else level.per) - len(pages)
+            require(len(filed) == sum(1 for p, f in level.split.items() if f and p != _ROOT),
+                    f"{name}: a bucket lists a parent that is not open")  # fmt: skip
+            require(free == level.free, f"{name}: {free} pages are free, {level.free} counted")
+            cut = sum(len(child.split) for child in level.children)
+            require(out - cut == level.used, f"{name}: {out - cut} pages are used, {level.used} counted")
+            require(
+                sum(map(len, owned.values())) <= level.used, f"{name}: more pages have owners than are used"
+            )
