@@ -1,32 +1,33 @@
 """The Triton back end: the names of `rimuru.kernels.reference`, each from the module that owns it.
 
-Room: dispatch for GPUs. Rule: nothing is imported until it is asked for, so that a process pays
-(and needs) only the kernels it uses.
+Room: dispatch for GPUs. Rule: a function shadows the module it comes from, so every module is
+imported here and nowhere lazily; `from rimuru.kernels.triton.moe import ...` still reaches inside.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+import contextlib
 
-_HOME = {
-    "linear": "..reference",  # cuBLAS
-    "rope_table": "..reference",
-    "rms_norm": ".norm_rope",
-    "qkv_to_cache": ".norm_rope",
-    "attention": ".attention",
-    "route": ".route",
-    "moe": ".moe",
-    "moe_gather": ".moe",
-    "apply_edits": ".tables",
-    "move_pages": ".tables",
-}
-__all__ = sorted(_HOME)
+from ..reference import linear, rope_table  # cuBLAS, and a table built once at load
+from .moe import moe, moe_gather
+from .route import route
 
+with contextlib.suppress(ModuleNotFoundError):
+    from .attention import attention
+with contextlib.suppress(ModuleNotFoundError):
+    from .norm_rope import qkv_to_cache, rms_norm
+with contextlib.suppress(ModuleNotFoundError):
+    from .tables import apply_edits, move_pages
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name], __name__), name)
-    globals()[name] = value
-    return value
+__all__ = [
+    "apply_edits",
+    "attention",
+    "linear",
+    "moe",
+    "moe_gather",
+    "move_pages",
+    "qkv_to_cache",
+    "rms_norm",
+    "rope_table",
+    "route",
+]

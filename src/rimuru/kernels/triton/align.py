@@ -3,13 +3,15 @@
 Room: the plan that the expert GEMMs follow. Rule: on the device, no host sync, one launch for a
 decode step and two for a large prefill; the order of pairs is fixed by their ids alone.
 
-The plan is one int32 workspace:
+The plan is one int32 workspace, with room for B blocks in each of two lists:
 
-    [0] blocks of host experts   [1] all blocks   [2], [3] unused
-    [4 + 4 b ...]                block b: expert, first sorted row, rows (at most BLOCK_M), unused
-    [pairs_at + r]               sorted row r -> pair (token * k + choice)
+    [0]                   blocks of host experts; [1..3] unused
+    [4 + 4 b ...]         pool block b: address (int64), first sorted row, rows (0: unused block)
+    [4 + 4 B + 4 b ...]   host block b: the same
+    [4 + 8 B + r]         sorted row r -> pair (token * k + choice)
 
-Blocks of host experts come first, then those in the pool, each group by ascending expert.
+Each list is by ascending expert. A block carries the address, so that a GEMM program is two loads
+away from its first tile.
 """
 
 from __future__ import annotations
@@ -20,44 +22,50 @@ import torch
 import triton
 import triton.language as tl
 
-from ..types import EXPERT_HOST
+from ..types import EXPERT_ADDRESS, EXPERT_HOST
 
 HEADER = tl.constexpr(4)
 _HOST = tl.constexpr(EXPERT_HOST)
+_ADDRESS = tl.constexpr(EXPERT_ADDRESS)
 _PAIRWISE_LIMIT = 4096  # beyond it the quadratic count costs more than a second launch
 _CHUNK = 512
 
 
 @triton.jit
-def _plan(counts, table, touched, work, experts, PAD: tl.constexpr, BLOCK_M: tl.constexpr, COUNT: tl.constexpr):
+def _plan(
+    counts, table, touched, work, room, experts, PAD: tl.constexpr, BLOCK_M: tl.constexpr, COUNT: tl.constexpr
+):  # fmt: skip
     expert = tl.arange(0, PAD)
     live = expert < experts
-    host = (tl.load(table + expert, mask=live, other=0) & _HOST) != 0
+    entry = tl.load(table + expert, mask=live, other=0)
+    host = (entry & _HOST) != 0
     blocks = (counts + BLOCK_M - 1) // BLOCK_M
     host_blocks = tl.where(host, blocks, 0)
     pool_blocks = blocks - host_blocks
-    in_host = tl.sum(host_blocks, axis=0)
     first_block = tl.where(
         host,
-        tl.cumsum(host_blocks, axis=0) - host_blocks,
-        in_host + tl.cumsum(pool_blocks, axis=0) - pool_blocks,
+        room + tl.cumsum(host_blocks, axis=0) - host_blocks,
+        tl.cumsum(pool_blocks, axis=0) - pool_blocks,
     )
     first_row = tl.cumsum(counts, axis=0) - counts
-    tl.store(work, in_host)
-    tl.store(work + 1, tl.sum(blocks, axis=0))
+    tl.store(work, tl.sum(host_blocks, axis=0))
     for i in range(0, tl.max(blocks, axis=0)):
         slot = work + HEADER + (first_block + i) * 4
         mine = i < blocks
-        tl.store(slot, expert, mask=mine)
-        tl.store(slot + 1, first_row + i * BLOCK_M, mask=mine)
-        tl.store(slot + 2, tl.minimum(counts - i * BLOCK_M, BLOCK_M), mask=mine)
+        tl.store(slot.to(tl.pointer_type(tl.int64)), entry & _ADDRESS, mask=mine)
+        tl.store(slot + 2, first_row + i * BLOCK_M, mask=mine)
+        tl.store(slot + 3, tl.minimum(counts - i * BLOCK_M, BLOCK_M), mask=mine)
+    in_pool = tl.sum(pool_blocks, axis=0)
+    for start in range(0, room, PAD):
+        b = start + expert
+        tl.store(work + HEADER + b * 4 + 3, tl.zeros([PAD], tl.int32), mask=(b >= in_pool) & (b < room))
     if COUNT:
         tl.store(touched + expert, tl.load(touched + expert, mask=live, other=0) + counts, mask=live)
 
 
-@triton.jit(do_not_specialize=["pairs", "pairs_at", "experts"])
+@triton.jit(do_not_specialize=["pairs", "room", "experts"])
 def _align_kernel(
-    ids, table, touched, work, pairs, pairs_at, experts,
+    ids, table, touched, work, pairs, room, experts,
     PAD: tl.constexpr, BLOCK_M: tl.constexpr, COUNT: tl.constexpr, MINE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Program 0 plans; program p > 0 places pairs: a pair's row is the number of pairs before it."""
@@ -68,7 +76,7 @@ def _align_kernel(
             at = start + tl.arange(0, CHUNK)
             e = tl.load(ids + at, mask=at < pairs, other=-1)
             counts += tl.histogram(e, PAD, mask=e >= 0)
-        _plan(counts, table, touched, work, experts, PAD, BLOCK_M, COUNT)
+        _plan(counts, table, touched, work, room, experts, PAD, BLOCK_M, COUNT)
     else:
         mine = (program - 1) * MINE + tl.arange(0, MINE)
         my_expert = tl.load(ids + mine, mask=mine < pairs, other=-1)
@@ -78,7 +86,7 @@ def _align_kernel(
             e = tl.load(ids + at, mask=at < pairs, other=-1)[None, :]
             before = (e < my_expert[:, None]) | ((e == my_expert[:, None]) & (at[None, :] < mine[:, None]))
             row += tl.sum((before & (e >= 0)).to(tl.int32), axis=1)
-        tl.store(work + pairs_at + row, mine, mask=my_expert >= 0)
+        tl.store(work + HEADER + 8 * room + row, mine, mask=my_expert >= 0)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -88,9 +96,9 @@ def _count_kernel(ids, counts, pairs, PAD: tl.constexpr, CHUNK: tl.constexpr):
     tl.store(counts + tl.program_id(0) * PAD + tl.arange(0, PAD), tl.histogram(e, PAD, mask=e >= 0))
 
 
-@triton.jit(do_not_specialize=["pairs", "pairs_at", "experts", "chunks"])
+@triton.jit(do_not_specialize=["pairs", "room", "experts", "chunks"])
 def _place_kernel(
-    ids, chunk_counts, table, touched, work, pairs, pairs_at, experts, chunks,
+    ids, chunk_counts, table, touched, work, pairs, room, experts, chunks,
     PAD: tl.constexpr, BLOCK_M: tl.constexpr, COUNT: tl.constexpr, MINE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Program 0 plans; program p > 0 places chunk p - 1, from the counts of the chunks before it."""
@@ -101,11 +109,12 @@ def _place_kernel(
     lane = tl.arange(0, 16)
     for start in range(0, chunks, 16):
         chunk = start + lane
-        n = tl.load(chunk_counts + chunk[:, None] * PAD + expert[None, :], mask=(chunk < chunks)[:, None], other=0)
+        at = chunk_counts + chunk[:, None] * PAD + expert[None, :]
+        n = tl.load(at, mask=(chunk < chunks)[:, None], other=0)
         total += tl.sum(n, axis=0)
         before += tl.sum(tl.where((chunk < program - 1)[:, None], n, 0), axis=0)
     if program == 0:
-        _plan(total, table, touched, work, experts, PAD, BLOCK_M, COUNT)
+        _plan(total, table, touched, work, room, experts, PAD, BLOCK_M, COUNT)
     else:
         base = tl.cumsum(total, axis=0) - total + before
         start = (program - 1) * CHUNK
@@ -116,7 +125,7 @@ def _place_kernel(
             my_expert = tl.load(ids + mine, mask=mine < pairs, other=-1)
             same = (e == my_expert[:, None]) & (at[None, :] < mine[:, None])
             row = tl.sum(same.to(tl.int32), axis=1) + tl.gather(base, tl.maximum(my_expert, 0), axis=0)
-            tl.store(work + pairs_at + row, mine, mask=my_expert >= 0)
+            tl.store(work + HEADER + 8 * room + row, mine, mask=my_expert >= 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +133,7 @@ class Alignment:
     """Device plan of one MoE call. `work` is laid out as the module says."""
 
     work: torch.Tensor  # int32
-    pairs_at: int
-    max_blocks: int  # an upper bound that the host knows; the device count is work[1]
+    room: int  # blocks that fit in each list, enough for any routing
 
 
 def max_blocks(tokens: int, top_k: int, experts: int, block_m: int) -> int:
@@ -145,25 +153,23 @@ def align(
     """
     tokens, top_k = ids.shape
     pairs, experts = tokens * top_k, table.numel()
-    blocks = max_blocks(tokens, top_k, experts, block_m)
-    pairs_at = HEADER.value + 4 * blocks
+    room = max_blocks(tokens, top_k, experts, block_m)
+    work = torch.empty(HEADER.value + 8 * room + pairs, dtype=torch.int32, device=ids.device)
     counter = table if touched is None else touched
     pad = triton.next_power_of_2(experts)
     if pairs <= _PAIRWISE_LIMIT:
         chunk = max(32, min(_CHUNK, triton.next_power_of_2(pairs)))
-        work = torch.empty(pairs_at + pairs, dtype=torch.int32, device=ids.device)
         _align_kernel[(1 + triton.cdiv(pairs, 32),)](
-            ids, table, counter, work, pairs, pairs_at, experts,
+            ids, table, counter, work, pairs, room, experts,
             PAD=pad, BLOCK_M=block_m, COUNT=touched is not None, MINE=32, CHUNK=chunk,
             num_warps=4 if chunk <= 128 else 8,
         )  # fmt: skip
     else:
         chunks = triton.cdiv(pairs, _CHUNK)
-        work = torch.empty(pairs_at + pairs, dtype=torch.int32, device=ids.device)
         counts = torch.empty(chunks * pad, dtype=torch.int32, device=ids.device)
         _count_kernel[(chunks,)](ids, counts, pairs, PAD=pad, CHUNK=_CHUNK)
         _place_kernel[(1 + chunks,)](
-            ids, counts, table, counter, work, pairs, pairs_at, experts, chunks,
+            ids, counts, table, counter, work, pairs, room, experts, chunks,
             PAD=pad, BLOCK_M=block_m, COUNT=touched is not None, MINE=32, CHUNK=_CHUNK, num_warps=8,
         )  # fmt: skip
-    return Alignment(work, pairs_at, blocks)
+    return Alignment(work, room)

@@ -28,9 +28,58 @@ _ADDRESS = tl.constexpr(EXPERT_ADDRESS)
 HOST_LANES = 64
 
 
-@triton.jit(do_not_specialize=["pairs_at", "lanes"])
+@triton.jit
+def _tile(
+    a, out, page, pairs, row, rows, column,
+    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, GATE_UP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """`rows` sorted rows from `row` on, times the weight rows of output columns from `column` on."""
+    WIDTH: tl.constexpr = BLOCK_N // 2 if GATE_UP else BLOCK_N  # output columns of a tile
+    COLUMNS: tl.constexpr = N // 2 if GATE_UP else N
+    dtype = a.dtype.element_ty
+    live = tl.arange(0, BLOCK_M) < rows
+    row += tl.arange(0, BLOCK_M)
+    pair = tl.load(pairs + row, mask=live, other=0)
+    n = tl.arange(0, BLOCK_N)
+    # Gate and up rows alternate, so that the two halves of a column meet in one thread.
+    feature = column + (n // 2 if GATE_UP else n)
+    if COLUMNS % WIDTH:
+        feature = tl.minimum(feature, COLUMNS - 1)
+    weight_row = feature + n % 2 * COLUMNS if GATE_UP else feature
+    a_row = pair // TOP_K if GATE_UP else row
+    k = tl.arange(0, BLOCK_K)
+    a_at = a + a_row.to(tl.int64)[:, None] * K + k[None, :]
+    w_at = page + weight_row[None, :] * K + k[:, None]
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        if K % BLOCK_K:
+            inside = k < K - start
+            a_tile = tl.load(a_at, mask=live[:, None] & inside[None, :], other=0.0)
+            w_tile = tl.load(w_at, mask=inside[:, None], other=0.0)
+        else:
+            a_tile = tl.load(a_at, mask=live[:, None], other=0.0)
+            w_tile = tl.load(w_at)
+        acc = tl.dot(a_tile, w_tile, acc, input_precision="ieee")
+        a_at += BLOCK_K
+        w_at += BLOCK_K
+    if GATE_UP:
+        gate, up = tl.split(tl.reshape(acc, [BLOCK_M, WIDTH, 2]))
+        gate = gate.to(dtype).to(tl.float32)
+        result = gate / (1.0 + tl.exp(-gate)) * up.to(dtype).to(tl.float32)
+    else:
+        result = acc
+    out_row = row if GATE_UP else pair
+    at = column + tl.arange(0, WIDTH)
+    keep = live[:, None]
+    if COLUMNS % WIDTH:
+        keep = keep & (at < COLUMNS)[None, :]
+    tl.store(out + out_row.to(tl.int64)[:, None] * COLUMNS + at[None, :], result.to(dtype), mask=keep)
+
+
+@triton.jit(do_not_specialize=["room", "lanes"])
 def _expert_kernel(
-    a, out, table, work, pairs_at, lanes,
+    a, out, work, room, lanes,
     PART: tl.constexpr,  # bytes from the page's start to this product's weights
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, GATE_UP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -40,68 +89,33 @@ def _expert_kernel(
     gate_up: `a` is x `[T, K]`, `out` the activation `[pairs, N / 2]` in sorted order.
     down: `a` is that activation, `out` `[pairs, N]` in pair order.
     """
-    WIDTH: tl.constexpr = BLOCK_N // 2 if GATE_UP else BLOCK_N  # output columns of a tile
-    COLUMNS: tl.constexpr = N // 2 if GATE_UP else N
-    TILES: tl.constexpr = (COLUMNS + WIDTH - 1) // WIDTH
-    dtype = a.dtype.element_ty
+    WIDTH: tl.constexpr = BLOCK_N // 2 if GATE_UP else BLOCK_N
+    TILES: tl.constexpr = ((N // 2 if GATE_UP else N) + WIDTH - 1) // WIDTH
     program = tl.program_id(0)
-    host_tiles = tl.load(work) * TILES
+    pairs = work + HEADER + 8 * room
+    blocks = work + HEADER
     if program < lanes:
-        first, last, step = program, host_tiles, lanes
+        first, last, step = program, tl.load(work) * TILES, lanes
+        blocks += 4 * room
     else:
-        first, last, step = host_tiles + program - lanes, tl.load(work + 1) * TILES, tl.num_programs(0) - lanes
+        first, last, step = program - lanes, room * TILES, tl.num_programs(0) - lanes
     for tile in range(first, last, step):
-        block = work + HEADER + tile // TILES * 4
-        expert = tl.load(block)
-        row = tl.load(block + 1) + tl.arange(0, BLOCK_M)
-        live = tl.arange(0, BLOCK_M) < tl.load(block + 2)
-        pair = tl.load(work + pairs_at + row, mask=live, other=0)
-        column = tile % TILES * WIDTH
-        if GATE_UP:
-            # Gate and up rows alternate, so that the two halves of a column meet in one thread.
-            n = tl.arange(0, BLOCK_N)
-            feature = column + n // 2
-            if COLUMNS % WIDTH:
-                feature = tl.minimum(feature, COLUMNS - 1)
-            weight_row = feature + (n % 2) * COLUMNS
-            a_row = pair // TOP_K
-        else:
-            weight_row = column + tl.arange(0, BLOCK_N)
-            if COLUMNS % WIDTH:
-                weight_row = tl.minimum(weight_row, COLUMNS - 1)
-            a_row = row
+        block = blocks + tile // TILES * 4
+        address = tl.load(block.to(tl.pointer_type(tl.int64))) + PART
+        row, rows = tl.load(block + 2), tl.load(block + 3)
         # The alignment of an address out of a table is unknown to the compiler: without this hint
         # loads are narrow and not pipelined, at a third of the speed.
-        page = tl.multiple_of((tl.load(table + expert) & _ADDRESS) + PART, 256)
-        k = tl.arange(0, BLOCK_K)
-        a_at = a + a_row.to(tl.int64)[:, None] * K + k[None, :]
-        w_at = page.to(tl.pointer_type(dtype)) + weight_row[None, :] * K + k[:, None]
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for start in range(0, K, BLOCK_K):
-            if K % BLOCK_K:
-                left = K - start
-                a_tile = tl.load(a_at, mask=live[:, None] & (k < left)[None, :], other=0.0)
-                w_tile = tl.load(w_at, mask=(k < left)[:, None], other=0.0)
-            else:
-                a_tile = tl.load(a_at, mask=live[:, None], other=0.0)
-                w_tile = tl.load(w_at)
-            acc = tl.dot(a_tile, w_tile, acc, input_precision="ieee")
-            a_at += BLOCK_K
-            w_at += BLOCK_K
-        if GATE_UP:
-            gate, up = tl.split(tl.reshape(acc, [BLOCK_M, WIDTH, 2]))
-            gate = gate.to(dtype).to(tl.float32)
-            up = up.to(dtype).to(tl.float32)
-            result = gate / (1.0 + tl.exp(-gate)) * up
-            out_row = row
-        else:
-            result = acc
-            out_row = pair
-        at = column + tl.arange(0, WIDTH)
-        keep = live[:, None]
-        if COLUMNS % WIDTH:
-            keep = keep & (at < COLUMNS)[None, :]
-        tl.store(out + out_row.to(tl.int64)[:, None] * COLUMNS + at[None, :], result.to(dtype), mask=keep)
+        page = tl.multiple_of(address.to(tl.pointer_type(a.dtype.element_ty)), 256)
+        column = tile % TILES * WIDTH
+        # Half a tile where that is enough: an expert's last block is half empty on average.
+        HALF: tl.constexpr = BLOCK_M // 2 if BLOCK_M >= 128 else 0
+        if rows > HALF:
+            _tile(
+                a, out, page, pairs, row, rows, column, N, K, TOP_K, GATE_UP, BLOCK_M, BLOCK_N, BLOCK_K
+            )  # fmt: skip
+        elif HALF > 0:
+            if rows > 0:
+                _tile(a, out, page, pairs, row, rows, column, N, K, TOP_K, GATE_UP, HALF, BLOCK_N, BLOCK_K)
 
 
 @triton.jit
@@ -121,14 +135,14 @@ def _combine_kernel(
 
 
 def _product(
-    a: torch.Tensor, out: torch.Tensor, table: torch.Tensor, plan: Alignment, tile: Tile,
+    a: torch.Tensor, out: torch.Tensor, plan: Alignment, tile: Tile,
     layout: ExpertLayout, top_k: int, gate_up: bool,
 ) -> None:  # fmt: skip
     n, k = (2 * layout.intermediate, layout.hidden) if gate_up else (layout.hidden, layout.intermediate)
-    tiles = plan.max_blocks * triton.cdiv(n, tile.n)
+    tiles = plan.room * triton.cdiv(n, tile.n)
     lanes = min(HOST_LANES, tiles)
     _expert_kernel[(lanes + tiles,)](
-        a, out, table, plan.work, plan.pairs_at, lanes,
+        a, out, plan.work, plan.room, lanes,
         PART=0 if gate_up else layout.down_offset, N=n, K=k, TOP_K=top_k, GATE_UP=gate_up,
         BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -163,8 +177,8 @@ def moe(
     plan = align(ids, table, gate_up.m, touched)
     act = torch.empty((tokens * top_k, inter), dtype=x.dtype, device=x.device)
     parts = torch.empty((tokens * top_k, hidden), dtype=x.dtype, device=x.device)
-    _product(x, act, table, plan, gate_up, layout, top_k, gate_up=True)
-    _product(act, parts, table, plan, down, layout, top_k, gate_up=False)
+    _product(x, act, plan, gate_up, layout, top_k, gate_up=True)
+    _product(act, parts, plan, down, layout, top_k, gate_up=False)
     block = min(1024, triton.next_power_of_2(hidden))
     _combine_kernel[(tokens, triton.cdiv(hidden, block))](
         parts, ids, weights, out, H=hidden, TOP_K=top_k, BLOCK=block, num_warps=4
@@ -182,7 +196,8 @@ def _gather_kernel(
         at = start + tl.arange(0, CHUNK)
         hits += tl.sum((tl.load(ids + at, mask=at < pairs, other=-1) == expert).to(tl.int32), axis=0)
     if hits > 0:
-        source = tl.multiple_of(tl.load(table + expert) & _ADDRESS, 256).to(tl.pointer_type(tl.int32))
+        source = (tl.load(table + expert) & _ADDRESS).to(tl.pointer_type(tl.int32))
+        source = tl.multiple_of(source, 256)
         target = scratch + expert.to(tl.int64) * tl.multiple_of(stride, 64)
         for start in range(tl.program_id(1) * BLOCK, PAGE // 4, tl.num_programs(1) * BLOCK):
             at = start + tl.arange(0, BLOCK)

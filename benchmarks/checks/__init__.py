@@ -1,0 +1,1 @@
+"""Sections of `gpu_check`, one module each, with `run(report)`."""

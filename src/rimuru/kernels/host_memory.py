@@ -1,0 +1,74 @@
+"""Host memory that a GPU reads in place: exact size, huge pages, registered as far as the limit goes.
+
+Room: the one place that maps and pins host memory. Rule: never torch's pinned allocator, which
+rounds to powers of two; a pin that fails leaves a pageable remainder and says how much, it does
+not fail the start.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+
+HUGE = 2 << 20  # bytes of a huge page, and the alignment the kernel needs to give one
+_PORTABLE_MAPPED = 0x1 | 0x2  # cudaHostRegisterPortable | cudaHostRegisterMapped
+
+
+class HostMemory:
+    """`nbytes` of zeroed host memory at a fixed address.
+
+    With `pin`, the first `pinned_bytes` are registered with the GPU driver: kernels read them by
+    address and copies from them are asynchronous. `pin_limit` caps that (bytes); where the driver
+    refuses, an eighth less is tried until it fits. `pinned_bytes < nbytes` is the caller's to
+    handle: the remainder is ordinary memory. On a machine without a GPU nothing is pinned.
+    """
+
+    def __init__(self, nbytes: int, pin: bool = True, pin_limit: int | None = None) -> None:
+        if nbytes <= 0:
+            raise ValueError(f"host memory needs a positive size, got {nbytes} bytes")
+        self.nbytes = nbytes
+        self.pinned_bytes = 0
+        # One huge page more than asked, to align the start; what is not touched takes no memory.
+        self._map = mmap.mmap(-1, nbytes + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+            try:
+                self._map.madvise(getattr(mmap, advice))
+            except OSError:
+                continue  # a kernel built without it: slower to touch, nothing else changes
+        whole = torch.frombuffer(self._map, dtype=torch.uint8)
+        start = -whole.data_ptr() % HUGE
+        self.tensor = whole[start : start + nbytes]  # uint8 [nbytes]
+        self.address = self.tensor.data_ptr()
+        if pin and torch.cuda.is_available():
+            self._pin(nbytes if pin_limit is None else min(nbytes, pin_limit))
+
+    def _pin(self, want: int) -> None:
+        driver = torch.cuda.cudart()
+        for eighths in range(8, 0, -1):
+            size = want * eighths // 8
+            if eighths < 8 or want < self.nbytes:
+                size -= size % mmap.PAGESIZE
+            # One registration, because a copy may not cross from one into the next.
+            if size and int(driver.cudaHostRegister(self.address, size, _PORTABLE_MAPPED)) == 0:
+                self.pinned_bytes = size
+                return
+
+    def pinned(self, offset: int, nbytes: int) -> bool:
+        """Whether a GPU may read `[offset, offset + nbytes)` in place."""
+        return 0 <= offset and offset + nbytes <= self.pinned_bytes
+
+    def close(self) -> None:
+        """Unregister. No work that reads this memory may be in flight; the map goes with its last view."""
+        if self.pinned_bytes:
+            status = int(torch.cuda.cudart().cudaHostUnregister(self.address))
+            if status:
+                raise RuntimeError(f"cudaHostUnregister failed with error {status}")
+            self.pinned_bytes = 0
+
+    def check(self) -> None:
+        """Raise AssertionError unless the memory is where and what it says."""
+        assert self.tensor.numel() == self.nbytes
+        assert self.tensor.data_ptr() == self.address
+        assert self.address % HUGE == 0
+        assert 0 <= self.pinned_bytes <= self.nbytes
