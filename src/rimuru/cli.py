@@ -1,0 +1,143 @@
+"""The `rimuru` command.
+
+Room: the top of the house. Rule: commands are imported only when they run; whatever a user can get
+wrong ends with one message, without a traceback: exit code 2 for a wrong choice, 1 for what went wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import pkgutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from rimuru import __version__
+from rimuru.errors import ConfigError, RimuruError
+
+# Each module has `add_arguments(parser)` and `run(args) -> int`.
+COMMANDS = {
+    "serve": ("rimuru.server.serve", "serve a model over HTTP"),
+    "chat": ("rimuru.server.chat", "talk to a running server"),
+    "plan": ("rimuru.engine.plan_cli", "where every byte would go, without loading weights"),
+}
+DEMO = "demo"  # this name, where no folder has it, is the model that `make demo` builds
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that names the closest flag, and for flags of vLLM what takes their place here."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """Raise for the first argument nobody took."""
+        from rimuru.server.vllm_flags import advice
+
+        flag = next((arg for arg in unknown if arg.startswith("-")), unknown[0]).split("=")[0]
+        if not flag.startswith("-"):
+            raise ConfigError(f"{flag!r} is one argument too many; see {self.prog} --help")
+        known = advice(flag)
+        if known:
+            raise ConfigError(f"{flag} is a flag of vLLM that has no effect here: {known}")
+        own = [option for action in self._actions for option in action.option_strings]
+        close = difflib.get_close_matches(flag, own, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"see {self.prog} --help"
+        raise ConfigError(f"{flag} is unknown; {hint}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the process's exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(arguments)
+    except ConfigError as exc:
+        return _complain(exc, 2)
+    except RimuruError as exc:
+        return _complain(exc, 1)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `rimuru plan ... | head`
+        sys.stderr.close()
+        return 0
+
+
+def _complain(exc: Exception, code: int) -> int:
+    print(f"rimuru: {exc}", file=sys.stderr)
+    return code
+
+
+def _dispatch(arguments: list[str]) -> int:
+    name = arguments[0] if arguments else "--help"
+    if name in ("-h", "--help", "help"):
+        print(_overview())
+        return 0
+    if name in ("version", "--version", "-V"):
+        print(f"rimuru {__version__}")
+        return 0
+    if name == "bench":
+        return _bench(arguments[1:])
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, [*COMMANDS, "bench", "version"], n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ConfigError(
+            f"there is no command {name!r}{hint} Commands: {', '.join(COMMANDS)}, bench, version"
+        )
+    module_name, summary = COMMANDS[name]
+    module = importlib.import_module(module_name)
+    parser = Parser(prog=f"rimuru {name}", description=summary, allow_abbrev=False)
+    module.add_arguments(parser)
+    args, unknown = parser.parse_known_args(arguments[1:])
+    if unknown:
+        parser.refuse(unknown)
+    if getattr(args, "model", None) == DEMO and not Path(DEMO).exists():
+        _use_demo(args)
+    return module.run(args)
+
+
+def _use_demo(args: argparse.Namespace) -> None:
+    from rimuru.demo.build import ensure_demo
+
+    args.model = str(ensure_demo())
+    if getattr(args, "served_model_name", "") is None:
+        args.served_model_name = [DEMO]
+
+
+def _benchmarks() -> list[str]:
+    import rimuru.bench
+
+    return sorted(m.name for m in pkgutil.iter_modules(rimuru.bench.__path__) if not m.name.startswith("_"))
+
+
+def _bench(arguments: list[str]) -> int:
+    """`rimuru bench NAME ...` runs `rimuru.bench.NAME.main`."""
+    names = _benchmarks()
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print("usage: rimuru bench NAME [--help | options]\n\nbenchmarks: " + ", ".join(names))
+        return 0
+    name = arguments[0].replace("-", "_")
+    if name not in names:
+        raise ConfigError(f"there is no benchmark {arguments[0]!r}; there are: {', '.join(names)}")
+    return int(importlib.import_module(f"rimuru.bench.{name}").main(arguments[1:]) or 0)
+
+
+def _overview() -> str:
+    rows = [(name, summary) for name, (_, summary) in COMMANDS.items()]
+    rows += [("bench", "measure: " + ", ".join(_benchmarks())), ("version", "print the version")]
+    lines = [f"  rimuru {name:<8} {summary}" for name, summary in rows]
+    return "\n".join(
+        [
+            "rimuru serves Mixture-of-Experts models whose experts and KV cache share one page pool.",
+            "",
+            *lines,
+            "",
+            "`rimuru COMMAND --help` lists a command's flags.",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

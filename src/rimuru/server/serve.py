@@ -1,0 +1,340 @@
+"""`rimuru serve`: load a model, answer HTTP until told to stop.
+
+Room: the server's command. Rule: importing this module needs no server dependency; a flag acts or
+is refused by name; SIGTERM drains with a limit and ends with 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rimuru.engine.config import POLICIES, EngineConfig, parse_size
+from rimuru.errors import ConfigError, EngineDeadError, RimuruError
+
+if TYPE_CHECKING:
+    from rimuru.engine.client import EngineClient
+
+    from .frontend import Frontend, ServerSettings
+
+log = logging.getLogger("rimuru.server")
+
+_GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Every flag that acts. Names are vLLM's where the meaning is vLLM's."""
+    default = EngineConfig(model="")
+    parser.add_argument("model", help="local folder, Hub id, or 'demo'")
+
+    http = parser.add_argument_group("HTTP")
+    http.add_argument("--host", default="0.0.0.0")
+    http.add_argument("--port", type=int, default=8000, help="0 takes a free one")
+    http.add_argument(
+        "--api-key", nargs="+", default=[], help="keys that clients must send; RIMURU_API_KEY too"
+    )
+    http.add_argument("--served-model-name", nargs="+", help="names to answer to; the first is reported")
+    http.add_argument("--allowed-origins", type=_json_list, default=["*"], metavar="JSON")
+    http.add_argument("--allowed-methods", type=_json_list, default=["*"], metavar="JSON")
+    http.add_argument("--allowed-headers", type=_json_list, default=["*"], metavar="JSON")
+    http.add_argument("--allow-credentials", action="store_true")
+    http.add_argument("--ssl-keyfile")
+    http.add_argument("--ssl-certfile")
+    http.add_argument("--root-path", default="", help="path prefix that a proxy strips")
+    http.add_argument("--uvicorn-log-level", default="warning",
+                      choices=["critical", "error", "warning", "info", "debug", "trace"])  # fmt: skip
+    http.add_argument("--max-queue", type=int, metavar="N",
+                      help="answer 429 while N requests wait for their first token")  # fmt: skip
+    http.add_argument("--max-body-size", default="64MiB", metavar="SIZE")
+    http.add_argument(
+        "--request-timeout", type=float, metavar="SECONDS", help="stop longer requests with 504"
+    )
+    http.add_argument("--shutdown-timeout", type=float, default=30.0, metavar="SECONDS",
+                      help="how long running requests may take to end at shutdown")  # fmt: skip
+    http.add_argument("--stream-interval", type=int, default=1, metavar="N", help="tokens in one chunk")
+    http.add_argument("--scheduling-policy", choices=["fcfs", "priority"], default="priority",
+                      help="fcfs refuses requests that set a priority")  # fmt: skip
+    http.add_argument("--enable-log-requests", action="store_true")
+    http.add_argument("--disable-log-stats", action="store_true", help="no line every 10 s")
+    http.add_argument(
+        "--log-level", default="info", choices=["critical", "error", "warning", "info", "debug"]
+    )
+
+    model = parser.add_argument_group("model")
+    model.add_argument("--tokenizer", help="folder or Hub id, where it is not the model's")
+    model.add_argument("--chat-template", help="file or template text")
+    model.add_argument("--trust-request-chat-template", action="store_true",
+                       help="let requests bring their own template, which is a program")  # fmt: skip
+    model.add_argument("--response-role", default="assistant")
+    model.add_argument("--generation-config", default="auto",
+                       help="sampling defaults: auto (the model's), vllm (none), or a folder")  # fmt: skip
+    model.add_argument("--override-generation-config", type=_json_object, default={}, metavar="JSON")
+    model.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"])
+    model.add_argument("--load-format", default="auto", choices=["auto", "safetensors", "dummy"])
+    model.add_argument("--revision")
+    model.add_argument("--trust-remote-code", action="store_true")
+    model.add_argument("--seed", type=int, default=0)
+
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    engine.add_argument(
+        "--max-model-len", type=_count, metavar="N", help="prompt and output together; 32k works too"
+    )
+    engine.add_argument("--max-num-seqs", type=int, default=default.max_num_seqs, metavar="N")
+    engine.add_argument("--max-num-batched-tokens", type=_count, default=default.max_num_batched_tokens,
+                        metavar="N")  # fmt: skip
+    engine.add_argument("--block-size", type=int, default=default.block_size, metavar="TOKENS")
+    engine.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
+    engine.add_argument("--enforce-eager", action=argparse.BooleanOptionalAction, default=False)
+    engine.add_argument("--debug-pool", action="store_true", help="check every page after every step (slow)")
+
+    memory = parser.add_argument_group("memory (sizes: bytes, '24GB' = 24e9, '24GiB' = 24 * 2^30)")
+    memory.add_argument("--device-memory", metavar="SIZE", help="cap on every byte taken on the device")
+    memory.add_argument("--host-memory", metavar="SIZE", help="cap on the experts' host copies")
+    memory.add_argument("--gpu-memory-utilization", type=float, default=default.gpu_memory_utilization,
+                        metavar="SHARE", help="the same cap as a share of the device")  # fmt: skip
+    memory.add_argument("--memory-policy", default=default.memory_policy, choices=POLICIES)
+    memory.add_argument("--resident-experts", type=int, metavar="N", help="for --memory-policy static")
+    memory.add_argument("--max-boundary-wait", type=float, default=default.max_boundary_wait,
+                        metavar="SECONDS")  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal; the exit code."""
+    try:
+        import uvicorn  # noqa: F401
+
+        from . import app  # noqa: F401
+    except ModuleNotFoundError as exc:
+        raise RimuruError(
+            f"rimuru serve needs {exc.name}, which is not installed: pip install 'rimuru-serve[server]'"
+        ) from None
+    logging.basicConfig(
+        level=args.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    config = engine_config(args)
+    settings = server_settings(args)
+    try:
+        import uvloop
+    except ModuleNotFoundError:
+        factory = None
+    else:
+        factory = uvloop.new_event_loop
+    # Bound before the model is loaded: a taken port should not cost minutes to find out.
+    with bind(args.host, args.port) as listener, asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(_serve(args, config, settings, listener))
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket, or `ConfigError` saying why there is none."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as exc:
+        raise ConfigError(
+            f"--host {host} --port {port}: {exc.strerror}; choose another port, or 0 for a free one"
+        ) from None
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The engine's part of the flags, checked."""
+    names = {f.name for f in dataclasses.fields(EngineConfig)}
+    chosen = {name: value for name, value in vars(args).items() if name in names}
+    for name in ("device_memory", "host_memory"):
+        if chosen[name] is not None:
+            chosen[name] = parse_size(chosen[name], f"--{name.replace('_', '-')}")
+    config = EngineConfig(**chosen)
+    config.check()
+    return config
+
+
+def server_settings(args: argparse.Namespace) -> ServerSettings:
+    """The server's part of the flags, checked."""
+    from .frontend import ServerSettings
+
+    for flag, value, low in (
+        ("--max-queue", args.max_queue, 1),
+        ("--stream-interval", args.stream_interval, 1),
+        ("--port", args.port, 0),
+        ("--shutdown-timeout", args.shutdown_timeout, 0),
+    ):
+        if value is not None and value < low:
+            raise ConfigError(f"{flag} must be at least {low}, got {value}")
+    if args.request_timeout is not None and args.request_timeout <= 0:
+        raise ConfigError(f"--request-timeout must be more than 0 seconds, got {args.request_timeout:g}")
+    if bool(args.ssl_keyfile) != bool(args.ssl_certfile):
+        raise ConfigError("--ssl-keyfile and --ssl-certfile go together")
+    keys = list(args.api_key)
+    if os.environ.get("RIMURU_API_KEY"):
+        keys.append(os.environ["RIMURU_API_KEY"])
+    shown = {name: value for name, value in vars(args).items() if name not in ("api_key", "run")}
+    return ServerSettings(
+        served_names=args.served_model_name or [args.model],
+        api_keys=keys,
+        max_queue=args.max_queue,
+        max_body_bytes=parse_size(args.max_body_size, "--max-body-size"),
+        request_timeout=args.request_timeout,
+        stream_interval=args.stream_interval,
+        honour_priority=args.scheduling_policy == "priority",
+        response_role=args.response_role,
+        log_requests=args.enable_log_requests,
+        allowed_origins=args.allowed_origins,
+        allowed_methods=args.allowed_methods,
+        allowed_headers=args.allowed_headers,
+        allow_credentials=args.allow_credentials,
+        described=shown,
+    )
+
+
+def generation_defaults(source: str, model_path: str, override: dict[str, Any]) -> dict[str, Any]:
+    """Sampling defaults from a `generation_config.json`, then from the command line."""
+    folder = {"auto": model_path, "vllm": None}.get(source, source)
+    suggested: dict[str, Any] = {}
+    if folder is not None:
+        path = Path(folder) / "generation_config.json"
+        if path.is_file():
+            suggested = json.loads(path.read_text(encoding="utf-8"))
+        elif source != "auto":
+            raise ConfigError(f"--generation-config: there is no {path}")
+    unknown = sorted(override.keys() - set(_GENERATION_DEFAULTS))
+    if unknown:
+        raise ConfigError(
+            f"--override-generation-config: {', '.join(unknown)} cannot be set; "
+            f"these can: {', '.join(_GENERATION_DEFAULTS)}"
+        )
+    merged = {**suggested, **override}
+    return {name: merged[name] for name in _GENERATION_DEFAULTS if merged.get(name) is not None}
+
+
+async def _serve(
+    args: argparse.Namespace, config: EngineConfig, settings: ServerSettings, listener: socket.socket
+) -> int:
+    from rimuru.engine.inprocess import InProcessClient
+    from rimuru.models.tokenizer import load_tokenizer
+
+    from .frontend import Frontend
+    from .prompts import Prompts, read_template
+
+    template = read_template(args.chat_template)
+    client = InProcessClient(config)
+    await client.start()
+    try:
+        info = client.info
+        if info.plan:
+            print(info.plan, file=sys.stderr, flush=True)
+        settings.default_sampling = generation_defaults(
+            args.generation_config, info.model_path, args.override_generation_config
+        )
+        if settings.default_sampling:
+            log.info("sampling defaults of the model: %s", settings.default_sampling)
+        tokenizer = load_tokenizer(
+            config.tokenizer or info.model_path, trust_remote_code=config.trust_remote_code
+        )
+        prompts = Prompts(tokenizer, info, template, args.trust_request_chat_template)
+        frontend = Frontend(client, prompts, settings)
+        return await listen(frontend, args, listener)
+    finally:
+        await client.close()
+
+
+async def listen(frontend: Frontend, args: argparse.Namespace, listener: socket.socket) -> int:
+    """Answer HTTP until SIGTERM or SIGINT (0) or the engine's death (1)."""
+    import uvicorn
+
+    from .app import create_app
+
+    options = uvicorn.Config(
+        create_app(frontend, None if args.disable_log_stats else 10.0),
+        log_level=args.uvicorn_log_level,
+        access_log=args.uvicorn_log_level in ("info", "debug", "trace"),
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_certfile=args.ssl_certfile,
+        root_path=args.root_path,
+        timeout_graceful_shutdown=5,
+        server_header=False,
+    )
+    server = uvicorn.Server(options)
+    # Its own handlers would end the process by signal instead of with 0.
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal(number: int) -> None:
+        if stop.is_set():
+            os._exit(128 + number)  # the second one ends it at once
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    watching = asyncio.create_task(_engine_death(frontend.client))
+    announced = asyncio.create_task(_announce(server, frontend, listener))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({serving, watching, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if watching.done():
+            log.critical("the engine has stopped (%s); the server ends", watching.result())
+            frontend.draining = True
+            await asyncio.sleep(1.0)  # requests under way get their error first
+        elif stopping.done():
+            log.info("stopping: %d requests may end within %g s", len(frontend.active), args.shutdown_timeout)
+            await frontend.drain(args.shutdown_timeout)
+        server.should_exit = True
+        await serving
+        return 1 if watching.done() or not server.started else 0
+    finally:
+        for task in (watching, announced, stopping):
+            task.cancel()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+async def _engine_death(client: EngineClient) -> str:
+    """Returns, with the reason, once the engine is dead."""
+    while True:
+        await asyncio.sleep(1.0)
+        try:
+            await client.check_health()
+        except EngineDeadError as exc:
+            return str(exc)
+
+
+async def _announce(server: Any, frontend: Frontend, listener: socket.socket) -> None:
+    host, port = listener.getsockname()[:2]
+    while not server.started:
+        await asyncio.sleep(0.02)
+    names = ", ".join(frontend.settings.served_names)
+    print(f"rimuru serves {names} at http://{host}:{port}/v1", file=sys.stderr, flush=True)
+
+
+def _json_list(text: str) -> list[str]:
+    value = json.loads(text)
+    if not isinstance(value, list):
+        raise argparse.ArgumentTypeError("must be a JSON list")
+    return value
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("must be a JSON object")
+    return value
+
+
+def _count(text: str) -> int:
+    """A count such as 4096, 32k (1000s) or 32K (1024s), as vLLM reads it."""
+    factor = {"k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}.get(text[-1:], 1)
+    digits = text[:-1] if factor > 1 else text
+    return int(float(digits) * factor)
