@@ -1,0 +1,9 @@
+"""KV blocks, prefix sharing and recurrent states over the page pool.
+
+Room: the cache. Rule: imports the pool and nothing else; no torch.
+"""
+
+from .kv import BlockCounts, KVCache
+from .prefix import extend_keys, new_seed
+
+__all__ = ["BlockCounts", "KVCache", "extend_keys", "new_seed"]

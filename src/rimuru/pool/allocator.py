@@ -58,7 +58,7 @@ class _Level:
 
     __slots__ = (
         "buckets", "children", "filled", "free", "held", "index", "kind", "limit", "name", "parent",
-        "parent_limit", "per", "span", "split", "stride", "used",
+        "per", "span", "split", "stride", "used",
     )  # fmt: skip
 
     def __init__(
@@ -78,7 +78,6 @@ class _Level:
         self.used = 0  # pages held by owners
         self.held: dict[Hashable, _Holding] = {}
         self.limit: int | None = None
-        self.parent_limit: int | None = None
 
     def file(self, parent: int, before: int, after: int) -> None:
         """Move a parent from one bucket to another; 0 and `per` are no buckets."""
@@ -199,12 +198,6 @@ class Allocator:
         else:
             self._kind_limits[target] = pages
 
-    def set_parent_limit(self, cls: int, parents: int | None) -> None:
-        """The most parents that may be cut for a class, however its pages lie. None: no limit."""
-        if parents is not None and parents < 0:
-            raise ValueError(f"a limit of {parents} parents; the least is 0")
-        self._levels[cls].parent_limit = parents
-
     # ---------------------------------------------------------------- taking
 
     def take(
@@ -305,8 +298,6 @@ class Allocator:
         source = level.parent
         assert source is not None
         n = min(n, self._room(source))
-        if level.parent_limit is not None:
-            n = min(n, level.parent_limit - len(level.split))
         pages: list[int] = []
         while len(pages) < n:
             # One at a time is fullest first: what is nearly full fills up, so that the rest can merge.
@@ -481,10 +472,7 @@ class Allocator:
         """Pages free or obtainable by cutting, limits on holding aside."""
         if level.parent is None:
             return level.free
-        parents = self._room(level.parent)
-        if level.parent_limit is not None:
-            parents = max(0, min(parents, level.parent_limit - len(level.split)))
-        return level.free + level.per * parents
+        return level.free + level.per * self._room(level.parent)
 
     def _allowed(self, level: _Level) -> int:
         """Pages the limits still allow; negative where more are held."""
@@ -507,10 +495,7 @@ class Allocator:
                 continue
             if level.parent is None:
                 return False
-            parents = -(-short // level.per)
-            if level.parent_limit is not None and len(level.split) + parents > level.parent_limit:
-                return False
-            demand[level.parent.index] += parents
+            demand[level.parent.index] += -(-short // level.per)
         return True
 
     # ---------------------------------------------------------------- checking

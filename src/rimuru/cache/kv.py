@@ -1,0 +1,439 @@
+"""Blocks of KV cache: which request reads which pages, what is shared, what is kept for later.
+
+Room: the cache. Rule: integers and bytes only, no torch; every answer is all or nothing.
+
+A *block* is `block_tokens` tokens of a sequence and owns one page per layer group. A block is
+
+    reserved   taken ahead for a running request's growth; counts as free and is taken back first
+    used       read by at least one request
+    cached     full, published under its key, read by nobody; evicted when room is needed
+
+A block of its own is known by its first group's page. Blocks that were never published need no record:
+they have one user, the slot in whose row they stand.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rimuru.pool import Allocator, CorruptPoolError, Shortage
+
+
+class RowWriter(Protocol):
+    """What the cache needs of the device's block tables (`rimuru.pool.tables.KVTables`)."""
+
+    def stage_row(self, group: int, slot: int, block: int, pages: Sequence[int]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCounts:
+    """Blocks by state. `free` could be taken now without evicting; it includes `reserved`."""
+
+    used: int
+    cached: int
+    reserved: int
+    free: int
+
+
+class _Published:
+    """A full block that can be found by its key. `key` is None once it must not be found any more."""
+
+    __slots__ = ("key", "pages", "users")
+
+    def __init__(self, key: bytes, pages: tuple[int, ...]):
+        self.key: bytes | None = key
+        self.pages = pages  # one per group
+        self.users = 1
+
+
+class KVCache:
+    """Block tables of `slots` concurrent requests over `allocator`'s pages.
+
+    group_classes: the page class of each layer group's page. max_blocks: the length of a row.
+    `held[slot]` (blocks a slot uses) may be read by anyone, so that a scheduler need not call
+    `grow` for a slot that has enough.
+    """
+
+    def __init__(
+        self,
+        allocator: Allocator,
+        group_classes: Sequence[int],
+        block_tokens: int,
+        slots: int,
+        max_blocks: int,
+        tables: RowWriter | None = None,
+        prefix_caching: bool = True,
+        reserve_blocks: int = 8,
+        track_freed: bool = False,
+    ):
+        if not group_classes or slots < 1 or max_blocks < 1 or block_tokens < 1:
+            raise ValueError("a KV cache needs a layer group, a slot, a block and a token in it")
+        self.allocator = allocator
+        self.block_tokens = block_tokens
+        self.max_blocks = max_blocks
+        self.prefix_caching = prefix_caching
+        self.reserve_blocks = reserve_blocks
+        self.held = [0] * slots
+        self._groups = len(group_classes)
+        self._tables = tables
+        # Groups whose pages are of one class are served by one take: class -> its groups.
+        self._groups_of: dict[int, list[int]] = {}
+        for group, cls in enumerate(group_classes):
+            self._groups_of.setdefault(cls, []).append(group)
+        self._each = {cls: len(groups) for cls, groups in self._groups_of.items()}
+        # rows[slot][group]: pages, those reserved ahead at the end.
+        self._rows: list[list[list[int]]] = [[[] for _ in group_classes] for _ in range(slots)]
+        self._committed = [0] * slots  # leading blocks that need no publishing any more
+        self._active = 0  # slots that hold anything
+        self._reserved = 0
+        self._taken = 0  # blocks whose pages are out of the allocator
+        self._by_key: dict[bytes, _Published] = {}
+        self._published: dict[int, _Published] = {}  # by the first group's page
+        self._idle: OrderedDict[int, _Published] = OrderedDict()  # without users, least recent first
+        self._freed: list[tuple[int, int]] | None = [] if track_freed else None
+
+    # ---------------------------------------------------------------- asking
+
+    def free_blocks(self) -> int:
+        """Blocks that can be taken now without evicting anything, reserved ones included."""
+        return self.allocator.obtainable_together(self._each) + self._reserved
+
+    def evictable_blocks(self) -> int:
+        """Blocks that hold a cached prefix nobody reads."""
+        return len(self._idle)
+
+    def cached_blocks(self) -> int:
+        """Blocks that can be found by key, in use or not."""
+        return len(self._by_key)
+
+    def counts(self) -> BlockCounts:
+        """Blocks by state, for gauges."""
+        idle = len(self._idle)
+        return BlockCounts(self._taken - idle - self._reserved, idle, self._reserved, self.free_blocks())
+
+    def row(self, slot: int, group: int = 0) -> list[int]:
+        """The pages a slot uses, in order (a copy)."""
+        return self._rows[slot][group][: self.held[slot]]
+
+    def match(self, keys: Sequence[bytes]) -> int:
+        """How many leading keys name a cached block."""
+        by_key = self._by_key
+        for i, key in enumerate(keys):
+            if key not in by_key:
+                return i
+        return len(keys)
+
+    # ---------------------------------------------------------------- a request's life
+
+    def admit(self, slot: int, keys: Sequence[bytes], hit_blocks: int) -> None:
+        """Start a request in an empty slot on the first `hit_blocks` cached blocks of its keys.
+
+        Raises ValueError if the slot is taken, KeyError if one of the blocks is not cached (any
+        more); nothing changes then.
+        """
+        row = self._rows[slot]
+        if row[0]:
+            raise ValueError(f"slot {slot} is taken by a request with {self.held[slot]} blocks")
+        if hit_blocks > self.max_blocks:
+            raise ValueError(f"{hit_blocks} blocks do not fit a row of {self.max_blocks}")
+        blocks = [self._by_key[key] for key in keys[:hit_blocks]]
+        for block in blocks:
+            if block.users == 0:
+                del self._idle[block.pages[0]]
+            block.users += 1
+        for group, pages in enumerate(row):
+            pages += [block.pages[group] for block in blocks]
+        self.held[slot] = self._committed[slot] = hit_blocks
+        if blocks:
+            self._active += 1
+            self._write(slot, 0)
+
+    def grow(self, slot: int, blocks_total: int, evict: bool = True) -> int:
+        """Make a slot use `blocks_total` blocks; 0, or how many blocks are missing (nothing changed).
+
+        Room comes from free pages, then from what is reserved for others, then, with `evict`, from
+        cached prefixes nobody reads. Raises ValueError past the length of a row.
+        """
+        row = self._rows[slot]
+        have, held = len(row[0]), self.held[slot]
+        need = blocks_total - have
+        if need <= 0:
+            if blocks_total > held:
+                self._reserved -= blocks_total - held
+                self.held[slot] = blocks_total
+            return 0
+        if blocks_total > self.max_blocks:
+            raise ValueError(f"{blocks_total} blocks do not fit a row of {self.max_blocks}")
+        free = self.allocator.obtainable_together(self._each)
+        if need > free:
+            missing = self._make_room(need, slot, evict)
+            if missing:
+                return missing
+            free = need
+        # Reserve only from plenty: what is taken back at once was taken in vain.
+        ahead = min(
+            self.reserve_blocks, (free - need) // (4 * self._active + 4), self.max_blocks - blocks_total
+        )
+        got = self._take(slot, need, ahead)
+        if not have:
+            self._active += 1
+        self._reserved -= have - held
+        self._reserved += got - need
+        self._taken += got
+        self.held[slot] = blocks_total
+        if self._tables is not None:
+            self._write(slot, have)
+        return 0
+
+    def grow_many(self, slots: Sequence[int], totals: Sequence[int], evict: bool = True) -> int:
+        """`grow` for many slots in order, up to the first that falls short; how many have enough now."""
+        held, rows = self.held, self._rows
+        for i, slot in enumerate(slots):
+            total, now = totals[i], held[slot]
+            if total > now:
+                if total <= len(rows[slot][0]):
+                    self._reserved -= total - now
+                    held[slot] = total
+                elif self.grow(slot, total, evict):
+                    return i
+        return len(slots)
+
+    def commit(self, slot: int, keys: Sequence[bytes], upto_blocks: int) -> None:
+        """Publish a slot's first `upto_blocks` blocks under their keys, for others to share.
+
+        Call it when the step that fills the blocks has been launched. Where a key is published
+        already, that block stays the shared one and this slot keeps its own, unpublished.
+        Raises ValueError for blocks the slot does not use or keys that are missing.
+        """
+        start = self._committed[slot]
+        if upto_blocks <= start or not self.prefix_caching:
+            return
+        if upto_blocks > self.held[slot] or upto_blocks > len(keys):
+            raise ValueError(
+                f"slot {slot} uses {self.held[slot]} blocks and has {len(keys)} keys; "
+                f"it cannot publish {upto_blocks}"
+            )
+        by_key, published = self._by_key, self._published
+        pages = zip(*(pages[start:upto_blocks] for pages in self._rows[slot]), strict=True)
+        for key, block_pages in zip(keys[start:upto_blocks], pages, strict=True):
+            if key not in by_key:
+                by_key[key] = published[block_pages[0]] = _Published(key, block_pages)
+        self._committed[slot] = upto_blocks
+
+    def shrink(self, slot: int, blocks_total: int) -> None:
+        """Give back a slot's blocks from `blocks_total` on, reserved ones included.
+
+        Raises ValueError where that would take back a published block.
+        """
+        if blocks_total < self._committed[slot]:
+            raise ValueError(
+                f"slot {slot} cannot shrink to {blocks_total} blocks: {self._committed[slot]} are published"
+            )
+        self._reserved -= len(self._rows[slot][0]) - self.held[slot]
+        self.held[slot] = min(self.held[slot], blocks_total)
+        self._cut(slot, self.held[slot])
+
+    def release(self, slot: int) -> None:
+        """End a slot's request. Published blocks without other users stay cached until evicted."""
+        row = self._rows[slot]
+        first = row[0]
+        if not first:
+            return
+        self._reserved -= len(first) - self.held[slot]
+        if not self._committed[slot]:
+            self._free_all(slot)
+        else:
+            gone: list[tuple[int, ...]] = []
+            # From the tail, so that heads, which more requests can share, are evicted last.
+            for pages in zip(*map(reversed, row), strict=True):
+                block = self._published.get(pages[0])
+                if block is None:
+                    gone.append(pages)
+                    continue
+                block.users -= 1
+                if block.users == 0:
+                    if block.key is None:
+                        del self._published[pages[0]]
+                        gone.append(pages)
+                    else:
+                        self._idle[pages[0]] = block
+            for cls in self._each:
+                self.allocator.disown(cls, slot)
+            self._give(None, gone)
+        for group in row:
+            group.clear()
+        self.held[slot] = self._committed[slot] = 0
+        self._active -= 1
+
+    # ---------------------------------------------------------------- making room
+
+    def evict(self, blocks: int) -> int:
+        """Forget up to `blocks` cached blocks, least recently used first, tails before heads.
+
+        Their pages are free afterwards. Returns how many were evicted.
+        """
+        n = min(blocks, len(self._idle))
+        victims = [self._idle.popitem(last=False)[1] for _ in range(n)]
+        for block in victims:
+            assert block.key is not None
+            del self._by_key[block.key]
+            del self._published[block.pages[0]]
+        self._give(None, [block.pages for block in victims])
+        return n
+
+    def reset_prefix(self) -> None:
+        """Forget every cached prefix; blocks in use stay but cannot be found any more."""
+        self.evict(len(self._idle))
+        for block in self._by_key.values():
+            block.key = None
+        self._by_key.clear()
+
+    def take_back_reserved(self, but: int | None = None) -> int:
+        """Free the blocks reserved ahead for growth, except slot `but`'s; how many that were."""
+        before = self._reserved
+        for slot, held in enumerate(self.held):
+            have = len(self._rows[slot][0])
+            if have > held and slot != but:
+                self._cut(slot, held)
+                self._reserved -= have - held
+        return before - self._reserved
+
+    def freed(self) -> list[tuple[int, int]]:
+        """(class, page) freed since the last call; needs `track_freed`. A page may be taken again."""
+        out, self._freed = self._freed or [], [] if self._freed is not None else None
+        return out
+
+    def _make_room(self, need: int, slot: int, evict: bool) -> int:
+        """Free pages until `need` more blocks can be taken; blocks missing if that cannot be."""
+        spare = self._reserved - (len(self._rows[slot][0]) - self.held[slot])
+        over = max(-(-self.allocator.excess(cls) // n) for cls, n in self._each.items())
+        short = need + over - self.allocator.obtainable_together(self._each)
+        possible = spare + (len(self._idle) if evict else 0)
+        if short > possible:
+            return short - possible
+        if spare:
+            short -= self.take_back_reserved(but=slot)
+        if short > 0:
+            self.evict(short)
+        return 0
+
+    # ---------------------------------------------------------------- pages
+
+    def _take(self, slot: int, need: int, ahead: int) -> int:
+        """Append `need` blocks (and up to `ahead` more) to a slot's row; how many were appended."""
+        row = self._rows[slot]
+        if len(self._groups_of) == 1:
+            ((cls, groups),) = self._groups_of.items()
+            n = len(groups)
+            pages = self.allocator.take(cls, need * n, slot, ahead=ahead * n, unit=n)
+            assert not isinstance(pages, Shortage)
+            if n == 1:
+                row[0] += pages
+            else:
+                for group in groups:
+                    row[group] += pages[group::n]
+            return len(pages) // n
+        taken: dict[int, list[int]] = {}
+        got = need + ahead
+        for cls, groups in self._groups_of.items():
+            n = len(groups)
+            pages = self.allocator.take(cls, need * n, slot, ahead=(got - need) * n, unit=n)
+            assert not isinstance(pages, Shortage)
+            taken[cls] = pages
+            got = min(got, len(pages) // n)
+        for cls, groups in self._groups_of.items():
+            n, pages = len(groups), taken[cls]
+            if len(pages) > got * n:
+                self.allocator.give(cls, pages[got * n :], slot)
+            for i, group in enumerate(groups):
+                row[group] += pages[i : got * n : n]
+        return got
+
+    def _cut(self, slot: int, keep: int) -> None:
+        """Give back the blocks of a slot's row from `keep` on."""
+        row = self._rows[slot]
+        if keep == len(row[0]):
+            return
+        self._give(slot, list(zip(*(pages[keep:] for pages in row), strict=True)))
+        for pages in row:
+            del pages[keep:]
+        if not keep:
+            self._active -= 1
+
+    def _give(self, owner: int | None, blocks: Sequence[tuple[int, ...]]) -> None:
+        """Give blocks' pages back to the allocator."""
+        if not blocks:
+            return
+        self._taken -= len(blocks)
+        for cls, groups in self._groups_of.items():
+            pages = [block[group] for block in blocks for group in groups]
+            self.allocator.give(cls, pages, owner)
+            if self._freed is not None:
+                self._freed += [(cls, page) for page in pages]
+
+    def _free_all(self, slot: int) -> None:
+        """Give back everything a slot holds when none of it is shared."""
+        row = self._rows[slot]
+        self._taken -= len(row[0])
+        for cls, groups in self._groups_of.items():
+            self.allocator.give_all(cls, slot)
+            if self._freed is not None:
+                self._freed += [(cls, page) for group in groups for page in row[group]]
+
+    def _write(self, slot: int, start: int) -> None:
+        if self._tables is not None:
+            for group, pages in enumerate(self._rows[slot]):
+                self._tables.stage_row(group, slot, start, pages[start:])
+
+    # ---------------------------------------------------------------- checking
+
+    def check(self) -> None:
+        """Recount everything; `CorruptPoolError` where the books contradict themselves."""
+
+        def require(truth: bool, what: str) -> None:
+            if not truth:
+                raise CorruptPoolError(what)
+
+        users: dict[int, int] = {}
+        private: set[int] = set()
+        reserved = active = 0
+        for slot, row in enumerate(self._rows):
+            have = len(row[0])
+            active += have > 0
+            reserved += have - self.held[slot]
+            require(all(len(pages) == have for pages in row), f"slot {slot}: groups differ in length")
+            require(
+                0 <= self._committed[slot] <= self.held[slot] <= have <= self.max_blocks,
+                f"slot {slot}: {self._committed[slot]} published, {self.held[slot]} used, {have} in the row",
+            )
+            for i, block_pages in enumerate(zip(*row, strict=True)):
+                page = block_pages[0]
+                block = self._published.get(page)
+                if block is None:
+                    require(page not in private, f"block {page} stands in two rows but was never published")
+                    private.add(page)
+                else:
+                    require(i < self._committed[slot], f"slot {slot}: block {i} is shared but not full")
+                    require(block.pages == block_pages, f"slot {slot}: block {i} differs from the shared one")
+                    users[page] = users.get(page, 0) + 1
+        require(reserved == self._reserved, f"{reserved} blocks are reserved, {self._reserved} counted")
+        require(active == self._active, f"{active} slots are active, {self._active} counted")
+        for page, block in self._published.items():
+            require(block.users == users.get(page, 0), f"block {page}: {block.users} users counted")
+            require((page in self._idle) == (block.users == 0), f"block {page}: wrongly evictable or not")
+            require(block.users > 0 or block.key is not None, f"block {page}: kept for nobody")
+            if block.key is not None:
+                require(self._by_key.get(block.key) is block, f"block {page}: not found under its key")
+        require(
+            sum(b.key is not None for b in self._published.values()) == len(self._by_key),
+            "a key names a block that is gone",
+        )
+        taken = len(private) + len(self._published)
+        require(taken == self._taken, f"{taken} blocks are taken, {self._taken} counted")
+        for cls, n in self._each.items():
+            require(
+                self.allocator.used(cls) >= taken * n, f"class {cls}: fewer pages are out than blocks need"
+            )

@@ -1,0 +1,288 @@
+"""KVCache against a model that keeps every block as a set entry, whatever order things happen in."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from rimuru.cache import KVCache, extend_keys
+from rimuru.pool import Allocator, AttentionKind, Kind, PoolSpec, plan_geometry
+
+MIB = 1 << 20
+SEED = b"a seed of this test"
+
+
+def geometry(groups: str):
+    """One page class for one group; two groups of one class; or two groups of different classes."""
+    if groups == "one":
+        attention = (AttentionKind("full", tuple(range(4)), 16384),)
+        return plan_geometry(PoolSpec(attention, expert_bytes=7 * MIB))
+    if groups == "same":
+        attention = (AttentionKind("full", (1, 3), 16384), AttentionKind("sliding", (0, 2), 16384))
+        return plan_geometry(PoolSpec(attention, expert_bytes=7 * MIB // 2))
+    attention = (AttentionKind("csa", tuple(range(3)), 16384), AttentionKind("hca", (3, 4), 4096))
+    return plan_geometry(PoolSpec(attention, expert_bytes=2 * MIB))
+
+
+def make(groups: str = "one", roots: int = 4, slots: int = 6, **options):
+    plan = geometry(groups)
+    allocator = Allocator(plan, plan.huge_bytes * roots)
+    classes = [g.page_class for g in plan.groups_of(Kind.KV)]
+    return KVCache(allocator, classes, 4, slots, 64, track_freed=True, **options)
+
+
+def keys_of(tokens: list[int]) -> list[bytes]:
+    keys: list[bytes] = []
+    extend_keys(keys, tokens, 4, SEED)
+    return keys
+
+
+class AnyLife(RuleBasedStateMachine):
+    """Requests over a tiny vocabulary (so that prefixes collide), with limits that move."""
+
+    groups = "one"
+    caching = True
+
+    @initialize()
+    def start(self):
+        self.cache = make(self.groups, prefix_caching=self.caching)
+        self.allocator = self.cache.allocator
+        self.expert = self.allocator.geometry.class_of(Kind.EXPERT)
+        self.tokens: dict[int, list[int]] = {}
+        self.total: dict[int, int] = {}
+        self.content: dict[tuple[int, ...], bytes] = {}  # pages of a committed block -> its key
+
+    def pages(self, slot: int) -> list[tuple[int, ...]]:
+        return list(zip(*(self.cache.row(slot, g) for g in range(self.cache._groups)), strict=True))
+
+    @rule(slot=st.integers(0, 5), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=48))
+    def begin(self, slot, tokens):
+        if slot in self.total:
+            return
+        keys = keys_of(tokens)
+        hit = self.cache.match(keys)
+        self.cache.admit(slot, keys, hit)
+        for i, pages in enumerate(self.pages(slot)):
+            assert self.content[pages] == keys[i], "a hit reads another prefix's pages"
+        self.tokens[slot], self.total[slot] = tokens, hit
+
+    @rule(slot=st.integers(0, 5), more=st.integers(0, 9), evict=st.booleans())
+    def grow(self, slot, more, evict):
+        if slot not in self.total:
+            return
+        want = self.total[slot] + more
+        counts = self.cache.counts()
+        before = self.pages(slot)
+        own = len(self.cache._rows[slot][0])
+        missing = self.cache.grow(slot, want, evict)
+        if missing:
+            assert self.cache.counts() == counts
+            assert self.pages(slot) == before
+            over = max(self.allocator.excess(c) for c in self.cache._each)
+            if not over:
+                room = counts.free - (own - len(before)) + (counts.cached if evict else 0)
+                assert missing == want - own - room
+        else:
+            assert self.pages(slot)[: len(before)] == before
+            self.total[slot] = want
+            if not evict:
+                assert self.cache.counts().cached == counts.cached
+
+    @rule(slots=st.permutations(range(6)), evict=st.booleans())
+    def decode(self, slots, evict):
+        slots = [s for s in slots if self.total.get(s, 0)]
+        totals = [self.total[s] + 1 for s in slots]
+        done = self.cache.grow_many(slots, totals, evict)
+        for slot, total in zip(slots[:done], totals, strict=False):
+            self.total[slot] = total
+
+    @rule(slot=st.integers(0, 5))
+    def commit(self, slot):
+        if slot not in self.total:
+            return
+        keys = keys_of(self.tokens[slot])
+        n = min(self.total[slot], len(keys))
+        self.cache.commit(slot, keys, n)
+        if self.caching:
+            for pages, key in zip(self.pages(slot)[:n], keys, strict=False):
+                self.content[pages] = key
+            assert self.cache.match(keys[:n]) == n
+
+    @rule(slot=st.integers(0, 5))
+    def release(self, slot):
+        if slot not in self.total:
+            return
+        self.cache.release(slot)
+        del self.tokens[slot], self.total[slot]
+
+    @rule(slot=st.integers(0, 5), less=st.integers(0, 3))
+    def shrink(self, slot, less):
+        if slot not in self.total:
+            return
+        want = max(self.total[slot] - less, self.cache._committed[slot])
+        self.cache.shrink(slot, want)
+        self.total[slot] = want
+
+    @rule(n=st.integers(0, 5))
+    def evict(self, n):
+        cached = self.cache.evictable_blocks()
+        assert self.cache.evict(n) == min(n, cached)
+
+    @rule()
+    def reset(self):
+        self.cache.reset_prefix()
+        assert self.cache.cached_blocks() == 0
+
+    @rule(pages=st.one_of(st.none(), st.integers(0, 40)))
+    def move_the_boundary(self, pages):
+        self.allocator.set_limit(Kind.KV, pages)
+
+    @rule(n=st.integers(1, 2))
+    def promote(self, n):
+        self.allocator.take(self.expert, n, "experts")
+
+    @rule()
+    def demote(self):
+        self.allocator.give_all(self.expert, "experts")
+
+    @invariant()
+    def books_agree(self):
+        if not hasattr(self, "cache"):
+            return
+        self.allocator.check()
+        self.cache.check()
+        for slot in range(6):
+            assert self.cache.held[slot] == self.total.get(slot, 0)
+        counts = self.cache.counts()
+        used = {p for s in self.total for p in self.pages(s)}
+        assert counts.used == len(used)
+        taken = counts.used + counts.cached + counts.reserved
+        for cls, n in self.cache._each.items():
+            assert self.allocator.used(cls) == taken * n
+
+    def teardown(self):
+        if not hasattr(self, "cache"):
+            return
+        for slot in range(6):
+            self.cache.release(slot)
+        self.cache.reset_prefix()
+        self.allocator.give_all(self.expert, "experts")
+        assert self.allocator.whole_free() == self.allocator.roots, "pages leaked"
+
+
+def machine(name: str, groups: str, caching: bool):
+    cls = type(name, (AnyLife,), {"groups": groups, "caching": caching})
+    case = cls.TestCase
+    case.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+    return case
+
+
+TestOneGroup = machine("OneGroup", "one", True)
+TestTwoGroupsOfOneClass = machine("TwoGroupsOfOneClass", "same", True)
+TestTwoGroupsOfTwoClasses = machine("TwoGroupsOfTwoClasses", "different", True)
+TestWithoutPrefixCaching = machine("WithoutPrefixCaching", "one", False)
+
+
+def test_two_requests_share_the_blocks_of_a_common_prefix():
+    cache = make()
+    keys = keys_of(list(range(16)))
+    cache.admit(0, keys, cache.match(keys))
+    assert cache.grow(0, 4) == 0
+    cache.commit(0, keys, 4)
+    cache.admit(1, keys, cache.match(keys))
+    assert cache.row(1) == cache.row(0)
+    cache.release(0)
+    assert cache.evict(10) == 0
+    assert cache.row(1)
+    cache.release(1)
+    assert cache.counts().cached == 4
+
+
+def test_heads_outlive_tails():
+    cache = make()
+    keys = keys_of(list(range(32)))
+    cache.admit(0, keys, 0)
+    cache.grow(0, 8)
+    cache.commit(0, keys, 8)
+    cache.release(0)
+    cache.evict(3)
+    assert cache.match(keys) == 5
+
+
+def test_a_key_that_is_published_keeps_its_first_block():
+    cache = make()
+    keys = keys_of(list(range(8)))
+    for slot in (0, 1):
+        cache.admit(slot, keys, 0)
+        cache.grow(slot, 2)
+    for slot in (0, 1):
+        cache.commit(slot, keys, 2)
+    first = cache.row(0)
+    cache.release(1)
+    assert cache.counts().cached == 0
+    cache.admit(2, keys, 2)
+    assert cache.row(2) == first
+
+
+def test_growth_reserves_from_its_own_parent_and_gives_the_reserve_up_first():
+    cache = make(roots=12)
+    cache.grow(0, 1)
+    assert 0 < cache.counts().reserved <= 8
+    rest = cache.free_blocks()
+    assert cache.grow(1, 60) == 0
+    assert cache.grow(2, rest - 60) == 0
+    assert cache.counts().reserved == 0
+    assert cache.grow(0, 2) == 1
+
+
+def test_limits_that_fall_below_what_is_held_stop_growth_until_it_is_back():
+    cache = make()
+    cache.grow(0, 5)
+    cache.allocator.set_limit(Kind.KV, 3)
+    assert cache.grow(1, 1) == 3
+    cache.shrink(0, 2)
+    assert cache.grow(1, 1) == 0
+    assert cache.grow(1, 2) == 1
+
+
+def test_decode_growth_stops_at_the_first_slot_without_room():
+    cache = make(roots=1)
+    blocks = cache.free_blocks()
+    for slot in range(2):
+        assert cache.grow(slot, blocks // 2) == 0
+    left = cache.free_blocks()
+    totals = [cache.held[0] + left, cache.held[1] + 1]
+    assert cache.grow_many([0, 1], totals) == 1
+    assert cache.held[1] == blocks // 2
+
+
+def test_misuse_is_refused_and_changes_nothing():
+    cache = make()
+    keys = keys_of(list(range(8)))
+    cache.admit(0, keys, 0)
+    cache.grow(0, 2)
+    with pytest.raises(ValueError, match="taken"):
+        cache.admit(0, keys, 0)
+    with pytest.raises(KeyError):
+        cache.admit(1, keys, 2)
+    with pytest.raises(ValueError, match="row of 64"):
+        cache.grow(0, 65)
+    with pytest.raises(ValueError, match="cannot publish"):
+        cache.commit(0, keys, 3)
+    cache.commit(0, keys, 2)
+    with pytest.raises(ValueError, match="are published"):
+        cache.shrink(0, 1)
+    cache.check()
+    assert cache.counts().used == 2
+
+
+def test_freed_pages_are_told_for_poisoning():
+    cache = make()
+    cache.grow(0, 3)
+    pages = cache.row(0)
+    cache.freed()
+    cache.release(0)
+    assert {p for _, p in cache.freed()} >= set(pages)
+    assert cache.freed() == []
