@@ -56,7 +56,7 @@ class HostMemory:
 
     def pinned(self, offset: int, nbytes: int) -> bool:
         """Whether a GPU may read `[offset, offset + nbytes)` in place."""
-        return 0 <= offset and offset + nbytes <= self.pinned_bytes
+        return offset >= 0 and offset + nbytes <= self.pinned_bytes
 
     def close(self) -> None:
         """Unregister. No work that reads this memory may be in flight; the map goes with its last view."""

@@ -1,0 +1,127 @@
+"""Time candidate tiles of the expert GEMMs, the source of the table in `moe_tiles`.
+
+    PYTHONPATH=src python benchmarks/tune_moe.py [--tokens 8,32] [--rounds 3]
+
+Candidates are compiled beforehand by one process a core: they share Triton's cache on disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+
+import torch
+import triton
+from harness import replay_times
+from moe_case import QWEN3, QWEN15, Layer, Shape
+
+from rimuru.kernels.triton.align import align
+from rimuru.kernels.triton.moe import HOST_LANES, _expert_kernel
+from rimuru.kernels.triton.moe_tiles import Tile
+
+SMALL = [
+    Tile(16, 64, 128, 4, 4), Tile(16, 64, 128, 4, 5), Tile(16, 64, 256, 4, 3), Tile(16, 128, 64, 4, 5),
+    Tile(16, 128, 128, 4, 3), Tile(16, 128, 128, 4, 4), Tile(16, 32, 256, 4, 4), Tile(16, 64, 128, 8, 4),
+    Tile(16, 64, 64, 4, 6),
+]  # fmt: skip
+CANDIDATES: dict[int, list[Tile]] = {
+    1: SMALL,
+    8: SMALL,
+    32: [
+        Tile(32, 64, 128, 4, 3), Tile(32, 64, 128, 4, 4), Tile(32, 64, 64, 4, 5), Tile(32, 128, 64, 4, 4),
+        Tile(32, 128, 128, 4, 3), Tile(64, 64, 128, 4, 3), Tile(64, 128, 64, 4, 4), Tile(16, 64, 128, 4, 4),
+    ],
+    128: [
+        Tile(16, 64, 128, 4, 4), Tile(32, 64, 128, 4, 4), Tile(64, 64, 64, 4, 4), Tile(64, 64, 128, 4, 3),
+        Tile(64, 128, 64, 4, 3), Tile(64, 128, 64, 4, 4), Tile(64, 128, 128, 4, 3), Tile(64, 128, 64, 8, 4),
+        Tile(64, 256, 64, 8, 4),
+    ],
+    1024: [
+        Tile(64, 128, 64, 4, 3), Tile(64, 128, 64, 4, 4), Tile(64, 256, 64, 4, 4), Tile(64, 256, 64, 8, 4),
+        Tile(128, 128, 64, 4, 3), Tile(128, 128, 64, 8, 3), Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 3),
+        Tile(128, 256, 64, 8, 4),
+    ],
+    8192: [
+        Tile(128, 128, 64, 4, 3), Tile(128, 128, 64, 8, 3), Tile(128, 128, 64, 4, 4), Tile(128, 256, 64, 8, 3),
+        Tile(128, 256, 64, 8, 4), Tile(256, 128, 64, 8, 3), Tile(256, 128, 64, 8, 4), Tile(64, 256, 64, 4, 4),
+    ],
+}  # fmt: skip
+
+
+def constants(shape: Shape, tile: Tile, gate_up: bool) -> dict:
+    inter, hidden = shape.intermediate, shape.hidden
+    return {
+        "PART": 0 if gate_up else shape.layout().down_offset,
+        "N": 2 * inter if gate_up else hidden,
+        "K": hidden if gate_up else inter,
+        "TOP_K": shape.top_k, "GATE_UP": gate_up,
+        "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k,
+        "num_warps": tile.warps, "num_stages": tile.stages,
+    }  # fmt: skip
+
+
+def compile_share(jobs: list[tuple[Shape, Tile, bool]]) -> None:
+    half = torch.bfloat16
+    for job in jobs:
+        _expert_kernel.warmup(half, half, torch.int32, 100, 64, grid=(1,), **constants(*job))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", default=",".join(map(str, CANDIDATES)))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--share", help="compile part i/n only (what the parent starts)")
+    args = parser.parse_args()
+    sizes = [int(t) for t in args.tokens.split(",")]
+    jobs = list(dict.fromkeys(
+        (s, tile, up) for s in (QWEN15, QWEN3) for t in sizes for tile in CANDIDATES[t] for up in (True, False)
+    ))  # fmt: skip
+    if args.share:
+        i, n = map(int, args.share.split("/"))
+        return compile_share(jobs[i::n])
+    begin = time.monotonic()
+    n = os.cpu_count() or 1
+    workers = [
+        subprocess.Popen([sys.executable, __file__, "--tokens", args.tokens, "--share", f"{i}/{n}"])
+        for i in range(n)
+    ]
+    for worker in workers:
+        worker.wait()
+    print(f"compiled {len(jobs)} kernels in {time.monotonic() - begin:.0f} s", flush=True)
+
+    for shape in (QWEN15, QWEN3):
+        layer = Layer(shape)
+        for tokens in sizes:
+            sets = [layer.routing(tokens) for _ in range(8 if tokens <= 128 else 2)]
+            touched = sum(layer.expert_bytes(r) for r in sets) / len(sets)
+            pairs = tokens * shape.top_k
+            act = torch.randn((pairs, shape.intermediate), device="cuda").to(torch.bfloat16)
+            parts = torch.empty((pairs, shape.hidden), dtype=torch.bfloat16, device="cuda")
+            for gate_up in (True, False):
+                variants = {}
+                for tile in CANDIDATES[tokens]:
+                    plans = [align(r.ids, layer.scattered, tile.m) for r in sets]
+                    fixed = constants(shape, tile, gate_up)
+                    width = tile.n // 2 if gate_up else tile.n
+                    columns = shape.intermediate if gate_up else shape.hidden
+
+                    def call(plans=plans, fixed=fixed, tiles=triton.cdiv(columns, width), gate_up=gate_up, sets=sets):
+                        for r, plan in zip(sets, plans, strict=True):
+                            lanes = min(HOST_LANES, plan.room * tiles)
+                            a, out = (r.x, act) if gate_up else (act, parts)
+                            _expert_kernel[(lanes + plan.room * tiles,)](a, out, plan.work, plan.room, lanes, **fixed)
+
+                    variants[str(tile)] = call
+                times = replay_times(variants, calls=len(sets), rounds=args.rounds, budget_ms=8)
+                share = 2 / 3 if gate_up else 1 / 3
+                for name, us in sorted(times.items(), key=lambda item: item[1]):
+                    rate, flops = share * touched / us / 1e6, share * shape.flops(tokens) / us / 1e6
+                    part = "gate_up" if gate_up else "down"
+                    print(f"{shape.name} {tokens} {part} {name}: {us:.1f} us {rate:.2f} TB/s {flops:.0f} TFLOP/s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
