@@ -140,6 +140,7 @@ class Request:
     slot: int = -1  # row of the device tables while running
     block_keys: list[bytes] = field(default_factory=list)  # prefix-cache keys of full blocks so far
     preemptions: int = 0
+    seed: int | None = None  # of this request's draws; chosen at its first step where the client gave none
     scheduled_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None

@@ -1,0 +1,301 @@
+"""The engine: one model, one pool, and the loop that steps them.
+
+Room: where all rooms meet. Rule: a step reads as a straight line, schedule -> run -> update -> memory;
+everything a step needs to decide is decided by the part it belongs to.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from rimuru import kernels
+from rimuru.cache.kv import KVCache
+from rimuru.errors import RequestError
+from rimuru.experts.store import ExpertStore
+from rimuru.kernels.types import KVLayout, KVView
+from rimuru.models.config import ModelConfig, load_model_config
+from rimuru.models.loader import dummy_weights, load_weights
+from rimuru.models.registry import build_model, resolve_model
+from rimuru.policy.residency import ResidencyPolicy
+from rimuru.pool.allocator import Allocator
+from rimuru.pool.arena import Arena
+from rimuru.pool.geometry import Kind
+from rimuru.pool.tables import KVTables, Table
+
+from .batch import BatchBuilder
+from .client import EngineInfo
+from .config import EngineConfig
+from .device import available_memory, choose_device, choose_dtype, host_available
+from .memory import Memory
+from .plan import MemoryPlan, make_boundary, plan_memory
+from .request import Request, SamplingParams, TokenOutput
+from .runner import Runner
+from .sampling_state import SamplingState
+from .scheduler import Scheduler
+from .stats import EngineStats, PoolStats
+
+logger = logging.getLogger("rimuru.engine")
+
+NAMED_MODELS = {"demo": "rimuru.demo.build:ensure_demo"}
+
+Progress = Callable[[str, float], None]
+
+
+def local_models() -> dict[str, Callable[[], Path]]:
+    """Models that go by a name of ours. Entry points, because their rooms lie above this one."""
+
+    def load(entry: str) -> Callable[[], Path]:
+        module, function = entry.split(":")
+        return lambda: getattr(importlib.import_module(module), function)()
+
+    return {name: load(entry) for name, entry in NAMED_MODELS.items()}
+
+
+def plan_for(config: EngineConfig) -> MemoryPlan:
+    """The memory plan of `config`, without reading a weight."""
+    config.check()
+    model = load_model_config(
+        resolve_model(config.model, config.revision, local=local_models(), weights=False)
+    )
+    return _plan(config, model, choose_device(config.device), choose_dtype(config.dtype, model.dtype))
+
+
+def _plan(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> MemoryPlan:
+    return plan_memory(
+        config,
+        model,
+        itemsize=dtype.itemsize,
+        device_available=available_memory(device),
+        host_available=host_available(),
+        device_is_host=device.type == "cpu",
+    )
+
+
+def check_tokens(tokens: list[int], vocab_size: int) -> None:
+    """Raise `RequestError` for ids outside the vocabulary: they would read beyond the embedding."""
+    if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        bad = next(t for t in tokens if not 0 <= t < vocab_size)
+        raise RequestError(f"the prompt holds token id {bad}; ids go from 0 to {vocab_size - 1}", "prompt")
+
+
+class EngineCore:
+    """A model that answers requests. Not thread-safe: one thread owns it.
+
+    `progress(what, share)` is called while loading, with a share from 0 to 1.
+    """
+
+    def __init__(self, config: EngineConfig, progress: Progress | None = None):
+        config.check()
+        report = progress or (lambda what, share: None)
+        self.config = config
+        path = resolve_model(config.model, config.revision, local=local_models())
+        self.model_config = model = load_model_config(path)
+        self.device = choose_device(config.device)
+        self.dtype = choose_dtype(config.dtype, model.dtype)
+        self.plan = _plan(config, model, self.device, self.dtype)
+        logger.info("memory plan\n%s", self.plan.describe())
+        torch.manual_seed(config.seed)
+        self._build(path, model, report)
+        self.steps = 0
+        self.stalled = False  # the last step found work but could place none of it
+        self._step_tokens: list[int] = []
+        self.info = EngineInfo(
+            model=config.model, model_path=str(path), max_model_len=self.plan.max_model_len,
+            max_request_tokens=self.plan.max_request_tokens, vocab_size=model.vocab_size,
+            eos_ids=frozenset(model.eos_ids), dtype=str(self.dtype).removeprefix("torch."),
+            device=str(self.device), memory_policy=config.memory_policy, plan=self.plan.describe(),
+        )  # fmt: skip
+
+    def _build(self, path, model: ModelConfig, report: Progress) -> None:
+        config, plan, geometry = self.config, self.plan, self.plan.geometry
+        self.arena = Arena(plan.pool_bytes, self.device)
+        allocator = Allocator(geometry, plan.pool_bytes)
+        slots, blocks = config.max_num_seqs, -(-plan.max_model_len // config.block_size)
+        kv_tables = KVTables(len(geometry.groups), slots, blocks, self.device)
+        layers = len(model.moe_layers)
+        expert_table = Table((layers, model.num_experts), torch.int64, self.device)
+        backend = kernels.backend_for(self.device, self.dtype)
+        net = build_model(model, backend, self.device, self.dtype, plan.max_model_len)
+        self.model = net
+        self.store = ExpertStore(
+            net.expert_layout, layers, model.num_experts, allocator=allocator,
+            page_class=plan.expert_class, arena=self.arena, table=expert_table,
+            lendable=plan.experts_lendable, resident=plan.experts_resident, poison=config.debug_pool,
+        )  # fmt: skip
+        if config.load_format == "dummy":
+            dummy_weights(net, config.seed, self.store.sink)
+        else:
+            load_weights(path, net, self.store.sink, progress=report)
+        self.store.fill_initial()
+        self._tables, self._expert_table, self._ops = kv_tables, expert_table, backend
+        cache = KVCache(
+            allocator, [g.page_class for g in geometry.groups], config.block_size, slots, blocks,
+            kv_tables, config.enable_prefix_caching, track_freed=config.debug_pool,
+        )  # fmt: skip
+        self.memory = Memory(
+            cache, self.store, ResidencyPolicy(layers, model.num_experts),
+            make_boundary(config), plan, on_freed=self._poison if config.debug_pool else None,
+        )  # fmt: skip
+        self.scheduler = Scheduler(
+            self.memory, max_num_seqs=slots, max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=plan.max_model_len,
+        )  # fmt: skip
+        self.touched = torch.zeros(layers, model.num_experts, dtype=torch.int32, device=self.device)
+        self.runner = Runner(
+            net, self._kv_views(model), expert_table.device_table, self.touched,
+            BatchBuilder(config.max_num_batched_tokens, slots),
+            SamplingState(slots, model.vocab_size, self.device), self.device,
+        )  # fmt: skip
+
+    def _kv_views(self, model: ModelConfig) -> list[KVView]:
+        """One window on the pool for each attention layer."""
+        pool = self.arena.view(self.dtype)
+        views: dict[int, KVView] = {}
+        for index, group in enumerate(self.plan.geometry.groups_of(Kind.KV)):
+            layout = KVLayout(
+                len(group.layers), self.config.block_size, model.num_kv_heads, model.head_dim,
+                self.plan.geometry.grain, self.dtype,
+            )  # fmt: skip
+            table = self._tables.device_table[index]
+            for at, layer in enumerate(group.layers):
+                views[layer] = KVView(pool, table, at, layout)
+        return [views[layer] for layer in range(model.num_layers)]
+
+    # -- requests --------------------------------------------------------------------------
+
+    def add(
+        self,
+        request_id: str,
+        tokens: list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> None:
+        """Queue one sequence. Raises `RequestError` where it can never be served as asked."""
+        params.check(self.model_config.vocab_size)
+        check_tokens(tokens, self.model_config.vocab_size)
+        limit = self.plan.max_request_tokens - len(tokens)
+        eos = frozenset() if params.ignore_eos else self.info.eos_ids
+        self.scheduler.add(
+            Request(
+                request_id, list(tokens), params,
+                max_tokens=params.max_tokens if params.max_tokens is not None else max(limit, 1),
+                stop_ids=eos | frozenset(params.stop_token_ids), eos_ids=eos, arrival=time.monotonic(),
+                priority=priority, cache_salt=cache_salt,
+            )
+        )  # fmt: skip
+
+    def abort(self, request_id: str) -> None:
+        """End a request; unknown ids are ignored. Its pages are free when this returns."""
+        self.scheduler.abort(request_id)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    # -- the loop --------------------------------------------------------------------------
+
+    def step(self) -> list[TokenOutput]:
+        """Schedule, compute, update, and let the boundary move. Returns what requests gained."""
+        began = time.monotonic()
+        plan = self.scheduler.schedule(began)
+        self.memory.poison_freed()
+        self.stalled = not plan.requests
+        if not plan.requests:
+            self.memory.rest(self.scheduler, began)
+            return plan.failed
+        self._flush_tables()
+        result = self.runner.run(plan)
+        now = time.monotonic()
+        outputs = self.scheduler.update(plan, result, now)
+        self.memory.after_step(self._touched_counts(), self.scheduler, now, now - began)
+        self.steps += 1
+        self._step_tokens.append(plan.num_tokens)
+        if self.config.debug_pool:
+            self.check()
+        return outputs
+
+    def _flush_tables(self) -> None:
+        """Apply what was staged since the last step, on the stream the step will run on."""
+        self._tables.flush(self._ops.apply_edits)
+        self._expert_table.flush(self._ops.apply_edits)
+
+    def _poison(self, pages: list[tuple[int, int]]) -> None:
+        """Debug mode: whoever reads a page that is nobody's reads NaN."""
+        geometry = self.plan.geometry
+        for cls, page in pages:
+            self.arena.poison([page], geometry.grain, geometry.classes[cls].page_bytes)
+
+    def _touched_counts(self) -> np.ndarray:
+        return self.touched.cpu().numpy()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix that no request holds."""
+        self.memory.cache.reset_prefix()
+        return True
+
+    # -- what it says of itself ------------------------------------------------------------
+
+    def pool_stats(self) -> PoolStats:
+        """Pages and bytes by kind and state; they sum to the pool."""
+        cache, geometry, units = self.memory.cache, self.plan.geometry, self.plan.units
+        groups = geometry.groups_of(Kind.KV)
+        block_bytes, per_block = sum(geometry.classes[g.page_class].page_bytes for g in groups), len(groups)
+        expert_bytes = geometry.classes[self.plan.expert_class].page_bytes
+        resident = int(self.store.resident.sum())
+        blocks = cache.counts()
+        tenants = {("kv", "used"): blocks.used, ("kv", "cached"): blocks.cached}
+        pages = {key: n * per_block for key, n in tenants.items()}
+        sizes = {key: n * block_bytes for key, n in tenants.items()}
+        pages["expert", "resident"], sizes["expert", "resident"] = resident, resident * expert_bytes
+        free = self.plan.pool_bytes - sum(sizes.values())
+        pages["free", "free"] = free // units.page_bytes
+        sizes["free", "free"] = free
+        return PoolStats(self.plan.pool_bytes, sizes, pages)
+
+    def stats(self) -> EngineStats:
+        """A snapshot; the samples of finished requests and steps are handed over once."""
+        s, m = self.scheduler, self.memory
+        pool = self.pool_stats()
+        reachable = self.plan.kv_tokens_reachable // self.plan.block_tokens
+        out = EngineStats(
+            running=len(s.running), waiting=len(s.waiting),
+            kv_usage=m.cache.counts().used / reachable if reachable else 0.0, pool=pool, steps=self.steps,
+            prompt_tokens=s.prompt_tokens, generation_tokens=s.generation_tokens,
+            prefix_queries=s.prefix_queries, prefix_hits=s.prefix_hits, preemptions=dict(s.preemptions),
+            preempted_tokens=s.preempted_tokens, boundary_moves=dict(m.log.moves),
+            expert_hits=m.expert_hits, expert_misses=m.expert_misses, promotions=m.promotions,
+            demotions=m.demotions, experts_resident=int(self.store.resident.sum()),
+            experts_total=self.plan.experts_total, host_bytes=self.plan.host_bytes,
+            device_peak_bytes=self.device_peak_bytes, finished=s.samples, step_tokens=self._step_tokens,
+        )  # fmt: skip
+        s.samples, self._step_tokens = [], []
+        return out
+
+    @property
+    def device_peak_bytes(self) -> int:
+        """The most bytes taken on the device so far: the allocator's word on a GPU, a count on a CPU.
+
+        The count is what lies in the arena, the weights and the tables, plus the plan's bound for
+        the activations of a step, which a CPU does not account for.
+        """
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_reserved(self.device)
+        tables = (
+            self._tables.device_table.nbytes + self._expert_table.device_table.nbytes + self.touched.nbytes
+        )
+        return self.arena.nbytes + self.model.nbytes + tables + self.plan.workspace_bytes
+
+    def check(self) -> None:
+        """Assert every structure's own truth; between steps only."""
+        self.scheduler.check()
+        sizes = self.pool_stats().bytes_by
+        assert all(n >= 0 for n in sizes.values()), f"negative share of the pool: {sizes}"

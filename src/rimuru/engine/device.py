@@ -1,0 +1,54 @@
+"""Which device, which dtype, and how much memory there is.
+
+Room: the engine's only look at the machine before it allocates. Rule: reads, never reserves.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from rimuru.errors import ConfigError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` takes the first GPU there is, else the CPU; `cuda` without a GPU is a `ConfigError`."""
+    if name == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "--device cuda: this torch build sees no GPU; use --device cpu, or install a CUDA build"
+        )
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def choose_dtype(name: str, checkpoint: str) -> torch.dtype:
+    """`auto` keeps the checkpoint's dtype."""
+    return DTYPES[checkpoint if name == "auto" else name]
+
+
+def host_available() -> int:
+    """Bytes the host can still give: MemAvailable, or the container's limit where that is lower."""
+    available = None
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    if available is None:
+        raise ConfigError("cannot read MemAvailable; give --device-memory and --host-memory")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        return available
+    return available if limit == "max" else min(available, max(0, int(limit) - used))
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes a share of which the engine may take: a GPU's total memory, or what the host has free."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return host_available()

@@ -1,0 +1,232 @@
+"""Who holds which page: KV blocks of the running requests, cached prefixes, resident experts.
+
+Room: between the scheduler and the pool. Rule: pure Python and numpy, stepped by the engine and the
+simulator alike; it carries out what the boundary policy decides and decides nothing of its own but
+the order: free pages first, then the policy's plan, and only then a preemption by the scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from rimuru.cache.kv import KVCache
+from rimuru.cache.prefix import extend_keys, new_seed
+from rimuru.policy.boundary import BoundaryPlan, BoundaryPolicy, DecisionLog, Snapshot
+from rimuru.policy.residency import ResidencyPolicy
+
+from .plan import MemoryPlan
+from .request import Request
+
+if TYPE_CHECKING:
+    from .scheduler import Scheduler
+
+RECONSIDER = 16  # steps after which the boundary is looked at again without any demand
+PROMOTIONS_PER_STEP = 4  # experts copied in beside one step; more would delay the next
+
+
+class Experts(Protocol):
+    """The experts as tenants: the engine's store moves bytes, the simulator's only counts them."""
+
+    resident: np.ndarray  # bool [L, E]
+    lendable: np.ndarray  # bool [L, E], those with a host copy
+
+    def promote(self, experts: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Bring experts in while pages last; returns those that came."""
+        ...
+
+    def demote(self, experts: list[tuple[int, int]]) -> None:
+        """Drop the pool copies of resident, lendable experts; their pages are free at once."""
+        ...
+
+    def check(self) -> None: ...
+
+
+class Memory:
+    """The tenants of one pool, and the boundary between them."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        experts: Experts,
+        residency: ResidencyPolicy,
+        boundary: BoundaryPolicy,
+        plan: MemoryPlan,
+        on_freed: Callable[[list[tuple[int, int]]], None] | None = None,
+    ):
+        """`on_freed` is told the (class, page) of KV pages given back, before anybody fills them."""
+        self.cache, self.experts, self.residency, self.boundary = cache, experts, residency, boundary
+        self.plan, self.units = plan, plan.units
+        self.block_tokens = plan.block_tokens
+        self.max_request_tokens = plan.max_request_tokens
+        self.prefix_caching = cache.prefix_caching
+        self.held = cache.held
+        self.log = DecisionLog()
+        self.target = int(experts.resident.sum())  # experts the boundary allows to be resident
+        self.expert_hits = self.expert_misses = 0
+        self.promotions = self.demotions = 0
+        self.link_bytes_s = self.hbm_bytes_s = 0.0  # measured or known rates; 0: not known
+        self._on_freed = on_freed
+        self._seed = new_seed()
+        self._touched = self._missed = self._step_seconds = 0.0
+        self._steps = 0
+        self._considered = 0
+
+    # -- what the scheduler asks for -------------------------------------------------------
+
+    def extend_keys(self, request: Request) -> None:
+        """Bring the request's prefix-cache keys up to its full blocks."""
+        extend_keys(request.block_keys, request.tokens, self.block_tokens, self._seed, request.cache_salt)
+
+    def match(self, keys: list[bytes]) -> int:
+        """How many leading blocks are cached."""
+        return self.cache.match(keys)
+
+    def try_admit(
+        self,
+        slot: int,
+        keys: list[bytes],
+        hit: int,
+        blocks: int,
+        slack: int,
+        scheduler: Scheduler,
+        now: float,
+    ) -> bool:
+        """Give a waiting request its cached blocks and fresh ones up to `blocks`; all or nothing.
+
+        `slack` blocks must stay free beside them.
+        """
+        self.cache.admit(slot, keys, hit)  # holds the hits, so that making room cannot evict them
+        if self.make_room(blocks - hit + slack, scheduler, now) and self.cache.grow(slot, blocks, True) == 0:
+            return True
+        self.cache.release(slot)
+        return False
+
+    def grow(self, wanted: list[tuple[int, int]]) -> None:
+        """Give running requests (slot, blocks in all); `make_room` has said that it fits."""
+        for slot, blocks in wanted:
+            missing = self.cache.grow(slot, blocks, True)
+            assert missing == 0, f"slot {slot} lacks {missing} blocks that were free a moment ago"
+
+    def commit(self, slot: int, keys: list[bytes], blocks: int) -> None:
+        """Publish the first `blocks` blocks of a slot for sharing."""
+        self.cache.commit(slot, keys, blocks)
+
+    def release(self, slot: int) -> None:
+        """Take a slot's pages back; published blocks stay cached until somebody needs them."""
+        self.cache.release(slot)
+
+    def room(self) -> int:
+        """Blocks that can be had now, cached ones that nobody holds included."""
+        return self.cache.free_blocks() + self.cache.evictable_blocks()
+
+    def make_room(self, blocks: int, scheduler: Scheduler, now: float) -> bool:
+        """Have `blocks` blocks free or evictable, asking the boundary for more where they are not."""
+        if blocks <= self.cache.free_blocks():
+            return True
+        self._consider(scheduler, now, wanted=blocks)
+        return blocks <= self.room()
+
+    # -- after each step -------------------------------------------------------------------
+
+    def after_step(self, touched: np.ndarray, scheduler: Scheduler, now: float, seconds: float) -> None:
+        """Learn from a step what it touched, int `[L, E]`, and let the boundary move."""
+        hit = touched > 0
+        resident = self.experts.resident
+        pairs = int(np.count_nonzero(hit))
+        missed = pairs - int(np.count_nonzero(hit & resident))
+        self.expert_hits += pairs - missed
+        self.expert_misses += missed
+        self._steps += 1
+        weight = 0.1 if self._steps > 10 else 1 / self._steps
+        self._touched += (pairs - self._touched) * weight
+        self._missed += (missed - self._missed) * weight
+        self._step_seconds += (seconds - self._step_seconds) * weight
+        if self.target >= self.plan.experts_total and resident.all():
+            return
+        self.residency.observe(self._steps, touched)
+        if self._steps - self._considered >= RECONSIDER or self.boundary.name == "swing":
+            self._consider(scheduler, now, wanted=0)
+        self._promote()
+
+    def rest(self, scheduler: Scheduler, now: float) -> None:
+        """Between requests: let the boundary give pages back to the experts."""
+        self._consider(scheduler, now, wanted=0)
+        self._promote()
+
+    def _consider(self, scheduler: Scheduler, now: float, wanted: int) -> None:
+        self._considered = self._steps
+        before = self._snapshot(scheduler, now, wanted)
+        plan = self.boundary.decide(before)
+        self.log.note(self.boundary.name, before, plan)
+        self._apply(plan, before.expert_resident)
+
+    def _snapshot(self, scheduler: Scheduler, now: float, wanted: int) -> Snapshot:
+        units, plan, experts = self.units, self.plan, self.experts
+        per_block = units.per_block
+        resident = int(np.count_nonzero(experts.resident))
+        oldest = scheduler.oldest_wait
+        used = self.cache.counts().used
+        return Snapshot(
+            now=now, expert_total=plan.experts_total, expert_resident=resident,
+            expert_lendable=int(np.count_nonzero(experts.resident & experts.lendable)),
+            expert_floor=plan.experts_floor,
+            expert_page_bytes=plan.geometry.classes[plan.expert_class].page_bytes,
+            kv_page_bytes=units.page_bytes, kv_per_expert=units.per_expert, kv_used=used * per_block,
+            kv_obtainable=self.cache.free_blocks() * per_block,
+            kv_evictable=self.cache.evictable_blocks() * per_block,
+            kv_wanted_running=wanted * per_block if scheduler.growing else 0,
+            kv_wanted_waiting=0 if scheduler.growing else wanted * per_block,
+            kv_wanted_first=0 if scheduler.growing else wanted * per_block,
+            running=len(scheduler.running), waiting=len(scheduler.waiting),
+            oldest_wait=0.0 if oldest is None else now - oldest, can_finish=bool(scheduler.running),
+            touched=self._touched, missed=self._missed, step_seconds=self._step_seconds,
+            link_bytes_s=self.link_bytes_s, hbm_bytes_s=self.hbm_bytes_s,
+            request_kv_pages=used * per_block / len(scheduler.running) if scheduler.running else 0.0,
+        )  # fmt: skip
+
+    def _apply(self, plan: BoundaryPlan, resident: int) -> None:
+        self.target = plan.expert_pages
+        if plan.evict_pages:
+            self.cache.evict(-(-plan.evict_pages // self.units.per_block))
+        if plan.expert_pages < resident:
+            self._demote(resident - plan.expert_pages)
+
+    def _demote(self, n: int) -> None:
+        experts = self.experts
+        victims = self.residency.victims(n, experts.resident, experts.lendable)
+        experts.demote(victims)
+        self.demotions += len(victims)
+
+    def _promote(self) -> None:
+        """Bring in the experts most worth it, as far as the boundary and free pages allow."""
+        experts = self.experts
+        resident = int(np.count_nonzero(experts.resident))
+        room = self.target - resident
+        budget = self.plan.experts_total if self.boundary.name == "swing" else PROMOTIONS_PER_STEP
+        swaps = self.residency.promotions(
+            experts.resident, budget, free=max(0, min(room, budget)), lendable=experts.lendable
+        )
+        if not swaps:
+            return
+        self.poison_freed()
+        leaving = [s.demote for s in swaps if s.demote is not None]
+        experts.demote(leaving)
+        came = experts.promote([s.promote for s in swaps])
+        self.demotions += len(leaving)
+        self.promotions += len(came)
+
+    def poison_freed(self) -> None:
+        """Report the pages given back since the last call; call it before pages are filled."""
+        if self._on_freed is not None:
+            self._on_freed(self.cache.freed())
+
+    # -- truth -----------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Assert that every page is accounted for in each part."""
+        self.cache.check()
+        self.experts.check()
+        assert int(np.count_nonzero(self.experts.resident)) >= self.plan.experts_floor, "below the floor"

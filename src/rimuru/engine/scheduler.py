@@ -1,0 +1,359 @@
+"""Which requests compute how many tokens in the next step.
+
+Room: the engine's scheduler; the simulator steps the same class. Rule: no torch, no clock of its
+own (the caller passes `now`), no bytes: pages are asked for through `Memory`, and what to sacrifice
+when they run short is the boundary policy's decision, not this file's.
+
+A request is `num_computed` catching up with `num_tokens`, so a prompt's chunk, a decode and the
+recomputation after a preemption are one case:
+
+    tokens   [ prompt ............ | output ... ]
+             [ computed ... | this step | later ]
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass, field
+
+from rimuru.errors import RequestError
+
+from .memory import Memory
+from .request import FinishReason, Phase, Request, TokenLogprobs, TokenOutput
+from .stats import RequestSample
+
+MAX_PREEMPTIONS_PER_STEP = 8
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step: `counts[i]` new tokens of `requests[i]`, from position `starts[i]`.
+
+    `samples[i]` is true where the step reaches the end of the known tokens, so that its last
+    logits choose the next one. `failed` are requests this step ended without computing.
+    """
+
+    requests: list[Request] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    samples: list[bool] = field(default_factory=list)
+    num_tokens: int = 0
+    failed: list[TokenOutput] = field(default_factory=list)
+
+    def add(self, request: Request, count: int) -> None:
+        start = request.num_computed
+        self.requests.append(request)
+        self.starts.append(start)
+        self.counts.append(count)
+        self.samples.append(start + count == len(request.tokens))
+        self.num_tokens += count
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step chose: one entry per request of its plan, -1 where nothing was sampled."""
+
+    tokens: list[int]
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by index in the plan
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+
+
+class Scheduler:
+    """First come, first served, by priority; chunks of prompts share steps with decodes."""
+
+    def __init__(self, memory: Memory, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int):
+        self.memory = memory
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.block_tokens = memory.block_tokens
+        self.running: list[Request] = []
+        self.waiting: list[tuple[int, float, int, Request]] = []  # sorted by (priority, arrival, number)
+        self.requests: dict[str, Request] = {}
+        self.free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self.prompt_outputs: dict[str, list[TokenLogprobs | None]] = {}
+        self.samples: list[RequestSample] = []
+        self.prompt_tokens = self.generation_tokens = 0
+        self.prefix_queries = self.prefix_hits = 0
+        self.preemptions: dict[str, int] = {}
+        self.preempted_tokens = 0
+        self.growing = False  # whether pages are being asked for running requests or for waiting ones
+        self.admissible = True  # False keeps new requests waiting (draining)
+        self._number = 0
+        self._preempted_now = 0
+        self._max_num_seqs = max_num_seqs
+
+    # -- requests in and out ---------------------------------------------------------------
+
+    def check_admissible(self, request: Request) -> None:
+        """Raise `RequestError` if the request can never be served, however long it waits."""
+        if request.request_id in self.requests:
+            raise RequestError(f"request id {request.request_id!r} is already in use", "request_id")
+        prompt, limit = request.num_prompt, min(self.max_model_len, self.memory.max_request_tokens)
+        if prompt < 1:
+            raise RequestError("the prompt has no tokens; send at least one", "prompt")
+        if prompt >= limit:
+            which = (
+                f"the model's length of {self.max_model_len} tokens"
+                if limit == self.max_model_len
+                else f"the {limit} tokens that memory can ever hold for one request (raise --device-memory)"
+            )
+            raise RequestError(
+                f"the prompt has {prompt} tokens; with at least one output token that is above {which}; "
+                f"send at most {limit - 1}",
+                "prompt",
+            )
+        if prompt + request.max_tokens > limit:
+            raise RequestError(
+                f"prompt ({prompt}) plus max_tokens ({request.max_tokens}) is above the limit of {limit} "
+                f"tokens; ask for max_tokens of at most {limit - prompt}",
+                "max_tokens",
+            )
+
+    def add(self, request: Request) -> None:
+        """Queue a request; raises `RequestError` where it can never be served."""
+        self.check_admissible(request)
+        self.requests[request.request_id] = request
+        self._enqueue(request)
+
+    def _enqueue(self, request: Request) -> None:
+        self._number += 1
+        insort(self.waiting, (request.priority, request.arrival, self._number, request))
+
+    def abort(self, request_id: str) -> TokenOutput | None:
+        """End a request wherever it is; its pages are free when this returns."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return None
+        return self._finish(request, FinishReason.ABORT)
+
+    def _finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        stop_reason: int | None = None,
+        error: str | None = None,
+        now: float | None = None,
+    ) -> TokenOutput:
+        if request.phase == Phase.RUNNING:
+            self.running.remove(request)
+            self._release(request)
+        else:
+            self.waiting = [entry for entry in self.waiting if entry[3] is not request]
+        request.phase = Phase.FINISHED
+        del self.requests[request.request_id]
+        self.prompt_outputs.pop(request.request_id, None)
+        self._record(request, reason, now)
+        return TokenOutput(request.request_id, [], finish=reason, stop_reason=stop_reason, error=error)
+
+    def _release(self, request: Request) -> None:
+        self.memory.release(request.slot)
+        self.free_slots.append(request.slot)
+        request.slot = -1
+
+    def _record(self, request: Request, reason: FinishReason, now: float | None) -> None:
+        first, last = request.first_token_at, now if now is not None else request.last_token_at
+        began = request.scheduled_at
+        if began is None or last is None:
+            began = last = request.arrival
+        first = first if first is not None else last
+        self.samples.append(
+            RequestSample(
+                finish=reason.value, prompt_tokens=request.num_prompt, output_tokens=request.num_output,
+                max_tokens=request.max_tokens, queue_time=began - request.arrival, prefill_time=first - began,
+                decode_time=last - first, ttft=first - request.arrival, e2e=last - request.arrival,
+            )
+        )  # fmt: skip
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    @property
+    def oldest_wait(self) -> float | None:
+        """Arrival time of the request that would be admitted next; None when nobody waits."""
+        return self.waiting[0][1] if self.waiting else None
+
+    # -- one step --------------------------------------------------------------------------
+
+    def schedule(self, now: float) -> StepPlan:
+        """Choose the next step's tokens and give them pages. Running requests come first."""
+        plan = StepPlan()
+        self.growing = True
+        self._schedule_running(plan, now)
+        self.growing = False
+        if self.waiting and not self._preempted_now:
+            self._schedule_waiting(plan, now)
+        return plan
+
+    def _schedule_running(self, plan: StepPlan, now: float) -> None:
+        self._preempted_now = 0
+        memory, size = self.memory, self.block_tokens
+        held = memory.held
+        left = self.max_num_batched_tokens
+        work: list[tuple[Request, int]] = []
+        missing = 0
+        grow: list[tuple[Request, int]] = []
+        for request in self.running:
+            count = len(request.tokens) - request.num_computed
+            if count > left:
+                count = left
+                if not count:
+                    break
+            left -= count
+            work.append((request, count))
+            blocks = -(-(request.num_computed + count) // size)
+            short = blocks - held[request.slot]
+            if short > 0:
+                missing += short
+                grow.append((request, blocks))
+        while missing and not memory.make_room(missing, self, now):
+            # Nothing cheaper is left to give: the youngest, least urgent request yields its pages.
+            victim = self._victim()
+            lone = len(self.running) == 1
+            if lone or self._preempted_now >= MAX_PREEMPTIONS_PER_STEP:
+                if lone:
+                    message = (
+                        f"out of KV pages at {victim.num_computed} tokens and nothing else can yield memory; "
+                        "raise --device-memory or --host-memory"
+                    )
+                    plan.failed.append(self._finish(victim, FinishReason.ERROR, error=message, now=now))
+                    work, grow = [], []
+                else:  # what still fits goes on; the rest waits for the next step
+                    work, grow = self._fitting(work, memory.room())
+                break
+            self.preempt(victim, "memory")
+            work = [(r, n) for r, n in work if r is not victim]
+            grow = [(r, b) for r, b in grow if r is not victim]
+            missing = sum(b - held[r.slot] for r, b in grow)
+        if grow:
+            memory.grow([(r.slot, blocks) for r, blocks in grow])
+        for request, count in work:
+            plan.add(request, count)
+
+    def _fitting(self, work: list[tuple[Request, int]], room: int) -> tuple[list, list]:
+        kept, grow = [], []
+        for request, count in work:
+            blocks = -(-(request.num_computed + count) // self.block_tokens)
+            short = blocks - self.memory.held[request.slot]
+            if short <= room:
+                kept.append((request, count))
+                if short > 0:
+                    room -= short
+                    grow.append((request, blocks))
+        return kept, grow
+
+    def _victim(self) -> Request:
+        return max(self.running, key=lambda r: (r.priority, r.arrival))
+
+    def preempt(self, request: Request, cause: str) -> None:
+        """Drop a running request's pages and queue it again; it recomputes what is not cached."""
+        self.running.remove(request)
+        self.preempted_tokens += request.num_computed
+        self.preemptions[cause] = self.preemptions.get(cause, 0) + 1
+        self._release(request)
+        self.prompt_outputs.pop(request.request_id, None)  # recomputed with the prompt
+        request.num_computed = 0
+        request.phase = Phase.PREEMPTED
+        request.preemptions += 1
+        self._preempted_now += 1
+        self._enqueue(request)
+
+    def _schedule_waiting(self, plan: StepPlan, now: float) -> None:
+        memory, size = self.memory, self.block_tokens
+        left = self.max_num_batched_tokens - plan.num_tokens
+        while self.waiting and left > 0 and self.free_slots and self.admissible:
+            request = self.waiting[0][3]
+            hit = 0
+            if memory.prefix_caching:
+                memory.extend_keys(request)
+                if request.params.prompt_logprobs is None or request.first_token_at is not None:
+                    # The last known token is always computed: its logits choose the next one.
+                    hit = min(memory.match(request.block_keys), (len(request.tokens) - 1) // size)
+            # The whole known sequence gets its pages now, so that no two admissions count the same
+            # free page and a resumed request never stalls half-way; one more block for each running
+            # request keeps the next growth from evicting what was just admitted.
+            blocks = -(-len(request.tokens) // size)
+            slot = self.free_slots[-1]
+            if not memory.try_admit(slot, request.block_keys, hit, blocks, len(self.running), self, now):
+                break
+            self.free_slots.pop()
+            self.waiting.pop(0)
+            request.slot = slot
+            if request.phase == Phase.WAITING:
+                request.num_cached = hit * size
+                request.scheduled_at = now
+                self.prompt_tokens += request.num_prompt
+                if memory.prefix_caching:
+                    self.prefix_queries += request.num_prompt
+                    self.prefix_hits += hit * size
+            request.phase = Phase.RUNNING
+            request.num_computed = hit * size
+            self.running.append(request)
+            count = min(len(request.tokens) - request.num_computed, left)
+            left -= count
+            plan.add(request, count)
+
+    # -- after the step --------------------------------------------------------------------
+
+    def update(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenOutput]:
+        """Append what the step chose, publish full blocks, end what is done."""
+        memory, size = self.memory, self.block_tokens
+        outputs: list[TokenOutput] = list(plan.failed)
+        for index, request in enumerate(plan.requests):
+            if request.phase != Phase.RUNNING:  # aborted or preempted while the step ran
+                continue
+            before = request.num_computed
+            after = request.num_computed = before + plan.counts[index]
+            if memory.prefix_caching and after // size > before // size:
+                memory.extend_keys(request)
+                memory.commit(request.slot, request.block_keys, after // size)
+            if index in result.prompt_logprobs:
+                known = self.prompt_outputs.setdefault(request.request_id, [None])
+                known.extend(result.prompt_logprobs[index])
+            if not plan.samples[index]:
+                continue
+            token = result.tokens[index]
+            request.tokens.append(token)
+            self.generation_tokens += 1
+            request.last_token_at = now
+            prompt_logprobs = None
+            if request.first_token_at is None:
+                request.first_token_at = now
+                prompt_logprobs = self.prompt_outputs.pop(request.request_id, None)
+            finish, stop_reason = self._finished(request, token)
+            output = TokenOutput(
+                request.request_id, [token],
+                logprobs=[result.logprobs[index]] if index in result.logprobs else None,
+                prompt_logprobs=prompt_logprobs, finish=finish, stop_reason=stop_reason,
+                num_cached=request.num_cached,
+            )  # fmt: skip
+            if finish is not None:
+                self._finish(request, finish, now=now)
+            outputs.append(output)
+        return outputs
+
+    def _finished(self, request: Request, token: int) -> tuple[FinishReason | None, int | None]:
+        if token in request.stop_ids and request.num_output > request.params.min_tokens:
+            return FinishReason.STOP, None if token in request.eos_ids else token
+        if request.num_output >= request.max_tokens:
+            return FinishReason.LENGTH, None
+        return None, None
+
+    # -- truth -----------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Assert what must hold between steps; raises AssertionError naming what does not."""
+        slots = [r.slot for r in self.running]
+        assert sorted(slots + self.free_slots) == list(range(self._max_num_seqs)), "a slot is lost or doubled"
+        assert len(self.requests) == len(self.running) + len(self.waiting), (
+            "a request is in no queue or in two"
+        )
+        for request in self.running:
+            assert request.phase == Phase.RUNNING
+            assert request.num_computed <= len(request.tokens)
+            assert self.memory.held[request.slot] * self.block_tokens >= request.num_computed, (
+                f"{request.request_id} computed more tokens than its blocks hold"
+            )
+        for *_, request in self.waiting:
+            assert request.slot == -1, f"waiting {request.request_id} holds a slot"
+        self.memory.check()

@@ -1,0 +1,92 @@
+"""Engines over tiny checkpoints, with what a test may look into.
+
+Room: the tests' material. Rule: debug mode by default, so that every step ends with `check()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from rimuru.engine.config import EngineConfig
+from rimuru.engine.core import EngineCore, plan_for
+from rimuru.engine.plan import MemoryPlan
+from rimuru.engine.request import FinishReason, SamplingParams, TokenOutput
+from support.tiny import tiny_checkpoint
+
+GREEDY = 12  # tokens generated where nothing else is said
+
+
+def greedy(n: int = GREEDY, **more) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, **more)
+
+
+class Bench:
+    """One core, stepped by the test, that records every logit row it sampled from."""
+
+    def __init__(self, config: EngineConfig):
+        self.core = EngineCore(config)
+        self.logits: dict[str, list[torch.Tensor]] = {}
+        self.outputs: dict[str, list[TokenOutput]] = {}
+        sample = self.core.runner._sample
+
+        def recording(plan, arrays, logits, result):
+            for row, index in enumerate(arrays.sampled):
+                request = plan.requests[index]
+                self.logits.setdefault(request.request_id, []).append(logits[row].float().clone())
+            sample(plan, arrays, logits, result)
+
+        self.core.runner._sample = recording
+
+    @property
+    def plan(self) -> MemoryPlan:
+        return self.core.plan
+
+    def add(self, name: str, prompt: list[int], params: SamplingParams | None = None, **more) -> None:
+        self.core.add(name, prompt, params or greedy(), **more)
+
+    def step(self) -> list[TokenOutput]:
+        outputs = self.core.step()
+        for out in outputs:
+            self.outputs.setdefault(out.request_id, []).append(out)
+        return outputs
+
+    def run(self, each_step: Callable[[int], None] | None = None, limit: int = 5000) -> None:
+        for i in range(limit):
+            if not self.core.has_work:
+                return
+            if each_step:
+                each_step(i)
+            self.step()
+        raise AssertionError(f"no end after {limit} steps")
+
+    def tokens(self, name: str) -> list[int]:
+        return [t for out in self.outputs[name] for t in out.tokens]
+
+    def finish(self, name: str) -> FinishReason | None:
+        return self.outputs[name][-1].finish
+
+
+def make_bench(family: str = "qwen3_moe", **options) -> Bench:
+    """`make_bench("mixtral", max_num_seqs=4, ...)`: options are fields of `EngineConfig`."""
+    options = {
+        "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256, "dtype": "float32",
+        "device": "cpu", "debug_pool": True, **options,
+    }  # fmt: skip
+    return Bench(EngineConfig(model=str(tiny_checkpoint(family)), **options))
+
+
+def cap_for(family: str, expert_share: float, kv_tokens: int, **options) -> int:
+    """A device cap whose pool holds about that share of the experts beside that many KV tokens."""
+    config = EngineConfig(
+        model=str(tiny_checkpoint(family)), dtype="float32", device="cpu",
+        **{"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256, **options},
+    )  # fmt: skip
+    plan = plan_for(config)
+    geometry = plan.geometry
+    expert = geometry.classes[plan.expert_class].page_bytes
+    block = sum(geometry.classes[g.page_class].page_bytes for g in geometry.groups)
+    pool = expert_share * plan.experts_total * expert + kv_tokens / plan.block_tokens * block
+    huge = -(-int(pool) // geometry.huge_bytes)
+    return plan.weights_bytes + plan.workspace_bytes + plan.tables_bytes + huge * geometry.huge_bytes
