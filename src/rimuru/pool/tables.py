@@ -32,9 +32,9 @@ class StagingRing:
         self._turn = 0
 
     def send(self, index: np.ndarray, value: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of `index` (int64) and `value` on the device; waits if the buffer is still in flight."""
+        """`index` (int64) and `value` on the device; waits if the buffer is still in flight."""
         if self.device.type != "cuda":
-            return torch.from_numpy(index.copy()), torch.from_numpy(value.copy())
+            return torch.from_numpy(index), torch.from_numpy(value)
         turn, n = self._turn, len(index)
         self._turn = (turn + 1) % len(self._pairs)
         if self._events[turn] is not None:
@@ -82,6 +82,8 @@ class Table:
 
     def stage(self, index: int, value: int) -> None:
         """Set one cell, by its index in the flattened table."""
+        if index < 0:
+            raise IndexError(f"cell {index} of a table")
         self._flat[index] = value
         self._cells.append(index)
 
