@@ -94,7 +94,7 @@ def test_fit_finds_the_factors_behind_measured_steps():
 
 
 def test_fit_follows_a_change_and_reports_its_error_meanwhile():
-    fit = OnlineFit(CostModel(QWEN, gpu("h200")), memory=200)
+    fit = OnlineFit(CostModel(QWEN, gpu("h200")), memory=100)
     for slow in (1.0, 1.5):
         truth = CostModel(QWEN, gpu("h200"), Factors(hbm=1.1 * slow))
         worst = 0.0

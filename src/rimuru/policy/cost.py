@@ -150,6 +150,9 @@ def expected_touched(experts: int, top_k: int, tokens: float) -> float:
     return experts * (1 - (1 - top_k / experts) ** tokens)
 
 
+_NOISE = 0.03**2  # variance of a step's relative time
+
+
 class OnlineFit:
     """Fits a `CostModel`'s factors to measured steps, by recursive least squares with forgetting.
 
@@ -168,7 +171,7 @@ class OnlineFit:
         # Uncertainty of the start: each factor off by its own size, seconds by a millisecond.
         scale = np.maximum(np.abs(self._theta), [1e-3, 1e-3, 0.1, 0.1, 0.1])
         self._p = np.diag(scale**2) / trust
-        self._p_limit = self._p.diagonal() * 100 * trust
+        self._p_limit = self._p.diagonal() * trust
 
     def observe(self, step: Step, seconds: float) -> float:
         """Take in a measured step; returns what had been predicted. Ignores times at or below zero."""
@@ -183,16 +186,14 @@ class OnlineFit:
         self.bias += (error - self.bias) * rate
         x = x / seconds
         px = self._p @ x
-        gain = px / (self._noise + x @ px)
+        gain = px / (_NOISE + x @ px)
         self._theta = np.maximum(self._theta - gain * error, 0.0)
         self._p -= np.outer(gain, px)
-        # Forgetting must not blow up what the steps of the moment do not show.
-        grown = self._p / self._keep
-        if (grown.diagonal() <= self._p_limit).all():
-            self._p = grown
+        # Forgetting must not blow up what the steps of the moment do not show: a factor keeps its limit.
+        self._p /= self._keep
+        shrink = np.sqrt(np.minimum(1.0, self._p_limit / self._p.diagonal()))
+        self._p *= np.outer(shrink, shrink)
         names = [f.name for f in fields(Factors)]
         factors = Factors(**dict(zip(names, self._theta.tolist(), strict=True)))
         self.model = CostModel(self.model.model, self.model.card, factors, self.model.overlap)
         return predicted
-
-    _noise = 0.03**2  # a step's time scatters by a few percent
