@@ -143,8 +143,11 @@ INLINE vf vround(vf v, int bf16) {
 
 /* One block of n <= KB elements in, the rest zero; one block out. */
 INLINE void load_block(const char *p, size_t n, vf *lo, vf *hi, int bf16) {
-    char tail[KB * 4] = {0};
-    if (n < KB) p = memcpy(tail, p, n * esize(bf16));
+    char tail[KB * 4];
+    if (n < KB) {
+        memset(tail, 0, sizeof tail);
+        p = memcpy(tail, p, n * esize(bf16));
+    }
     *lo = load_half(p, 0, bf16);
     *hi = load_half(p, 1, bf16);
 }
@@ -712,6 +715,16 @@ typedef struct { /* the queries of one unit: `rows` = queries x group, the first
     size_t rows, head, slot, position;
 } query_rows;
 
+/* acc = acc * keep + sum over tokens [lo, hi) of p[t] * v[t], for N vectors of the head's dimension. */
+INLINE void add_values(const int N, float *acc, float keep, const float *p, const float *v, size_t ldv, size_t lo,
+                       size_t hi) {
+    vf a[8];
+    UNROLL for (int i = 0; i < N; i++) a[i] = *(vf_any *)(acc + i * VW) * keep;
+    for (size_t t = lo; t < hi; t++)
+        UNROLL for (int i = 0; i < N; i++) a[i] = fused(splat(p[t]), *(const vf_any *)(v + t * ldv + i * VW), a[i]);
+    UNROLL for (int i = 0; i < N; i++) *(vf_any *)(acc + i * VW) = a[i];
+}
+
 /* Softmax state of `rows` over the tokens [from, to), which lie in one segment. */
 INLINE void attend_segment(const attention_job *j, const query_rows *u, size_t from, size_t to, float *part,
                            float *space, int bf16) {
@@ -740,15 +753,9 @@ INLINE void attend_segment(const attention_job *j, const query_rows *u, size_t f
             vf mass = {0};
             for (size_t t = 0; t < sp; t += VW) mass += *(vf_any *)(s + t) = vexp(*(vf_any *)(s + t) - best);
             sum[r] = sum[r] * keep + fold(mass);
-            for (size_t d = 0; d < dp; d += KB) {
-                vf a0 = *(vf_any *)(a + d) * keep, a1 = *(vf_any *)(a + d + VW) * keep;
-                for (size_t t = lo; t < hi; t++) {
-                    a0 = fused(splat(s[t]), *(vf_any *)(v + t * dp + d), a0);
-                    a1 = fused(splat(s[t]), *(vf_any *)(v + t * dp + d + VW), a1);
-                }
-                *(vf_any *)(a + d) = a0;
-                *(vf_any *)(a + d + VW) = a1;
-            }
+            size_t d = 0;
+            for (; d + 8 * VW <= dp; d += 8 * VW) add_values(8, a + d, keep, s, v + d, dp, lo, hi);
+            for (; d < dp; d += 2 * VW) add_values(2, a + d, keep, s, v + d, dp, lo, hi);
         }
     }
 }
