@@ -1,7 +1,7 @@
 """Weights from safetensors files, each straight to where it will be served from.
 
 Room: models. Rule: everything is compared with what the model needs before a byte is copied; then
-tensor after tensor in file order, holding no more than one of them besides its destination.
+tensor after tensor in file order, with nothing but a small buffer besides the destination.
 
 Dense parameters go in place. Experts go wherever the caller's `ExpertSink` says, one expert at a
 time, whether the files hold them one by one or stacked.
@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from rimuru.errors import CheckpointError, ConfigError
 from rimuru.models.config import ModelConfig, read_json
 from rimuru.models.decoder import Decoder
+from rimuru.models.safetensors_file import DTYPES, Reader, StoredTensor, read_header
 
 # (index of the MoE layer, expert) -> its gate_up [2 * intermediate, hidden] and down [hidden,
 # intermediate], to be written. Called once for every stored piece, so up to three times an expert.
@@ -31,7 +29,6 @@ Progress = Callable[[str, float], None]  # what is under way, the share of it do
 _PREFIX = re.compile(r"^(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.)+")
 _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _EXPERT = re.compile(r"layers\.(\d+)\.mlp\.experts\.(?:(\d+)\.)?(gate|up|down|gate_up)_proj(?:\.weight)?")
-_DTYPES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
 _SHOWN = 20  # names of one kind in an error message
 
 
@@ -53,33 +50,15 @@ def _disk_name(name: str, family: str) -> str:
     return name if name.startswith("lm_head") else f"model.{name}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """A tensor on disk."""
-
-    name: str
-    file: Path
-    order: int  # rank of its offset in the file
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def nbytes(self) -> int:
-        count = _DTYPES.get(self.dtype, 1)
-        for n in self.shape:
-            count *= n
-        return count
-
-
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint; `CheckpointError` names what is not there."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
             names = sorted(set(read_json(index)["weight_map"].values()))
+            absent = [n for n in names if not (folder / n).is_file()]
         except (ConfigError, KeyError, AttributeError, TypeError):
             raise CheckpointError(f"{index}: not a valid index of shards; fetch it again") from None
-        absent = [n for n in names if not (folder / n).is_file()]
         if absent:
             raise CheckpointError(f"{folder}: shards named in {index.name} are missing: {_listed(absent)}")
         return [folder / n for n in names]
@@ -95,23 +74,6 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _open(file: Path) -> Any:
-    try:
-        return safe_open(file, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file}: corrupt or truncated ({error}); fetch the file again") from None
-
-
-def _inventory(files: Iterable[Path]) -> list[_Stored]:
-    found = []
-    for file in files:
-        with _open(file) as handle:
-            for order, name in enumerate(handle.offset_keys()):
-                part = handle.get_slice(name)
-                found.append(_Stored(name, file, order, tuple(part.get_shape()), part.get_dtype()))
-    return found
-
-
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
@@ -120,11 +82,13 @@ def _listed(names: list[str]) -> str:
 class _Plan:
     """Where every stored tensor goes, and everything that is wrong with the checkpoint."""
 
-    def __init__(self, config: ModelConfig, model: Decoder, stored: list[_Stored]):
+    def __init__(self, config: ModelConfig, model: Decoder, stored: list[StoredTensor]):
         self.config, self.model = config, model
         self.moe_index = {layer: i for i, layer in enumerate(config.moe_layers)}
-        self.dense: list[tuple[_Stored, torch.Tensor]] = []
-        self.experts: list[tuple[_Stored, int, int | None, str]] = []  # MoE layer, expert or None for all
+        self.dense: list[tuple[StoredTensor, torch.Tensor]] = []
+        self.experts: list[
+            tuple[StoredTensor, int, int | None, str]
+        ] = []  # MoE layer, expert or None for all
         self.extra: list[str] = []
         self.shapes: list[str] = []
         self.dtypes: list[str] = []
@@ -139,7 +103,7 @@ class _Plan:
         for tensor in stored:
             self._place(tensor)
 
-    def _place(self, tensor: _Stored) -> None:
+    def _place(self, tensor: StoredTensor) -> None:
         name = canonical_name(tensor.name)
         if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.config.tie_embeddings):
             return  # savers of old wrote these; nothing is lost without them
@@ -170,12 +134,12 @@ class _Plan:
         if self._fits(tensor, shape, covered, self.missing_parts):
             self.experts.append((tensor, layer, expert, part))
 
-    def _fits(self, tensor: _Stored, shape: tuple[int, ...], covers: set, missing: set) -> bool:
+    def _fits(self, tensor: StoredTensor, shape: tuple[int, ...], covers: set, missing: set) -> bool:
         if not covers <= missing:
             self.twice.append(tensor.name)
             return False
         missing -= covers
-        if tensor.dtype not in _DTYPES:
+        if tensor.dtype not in DTYPES:
             self.dtypes.append(f"{tensor.name} is {tensor.dtype}")
             return False
         if tensor.shape != shape:
@@ -195,7 +159,7 @@ class _Plan:
             "missing": missing,
             "not part of this model": self.extra,
             "wrong shape": self.shapes,
-            f"dtype not served (only {', '.join(_DTYPES)})": self.dtypes,
+            f"dtype not served (only {', '.join(DTYPES)})": self.dtypes,
             "stored twice": self.twice,
         }
         faults = [f"{what} ({len(names)}): {_listed(names)}" for what, names in kinds.items() if names]
@@ -212,55 +176,36 @@ def load_weights(
     named in one message), and with the file's name where a file is corrupt.
     """
     folder = Path(folder)
-    plan = _Plan(model.config, model, _inventory(weight_files(folder)))
+    stored = [tensor for file in weight_files(folder) for tensor in read_header(file)]
+    plan = _Plan(model.config, model, stored)
     plan.check(folder)
-    copies: dict[Path, list[tuple[_Stored, Callable[[Any], None]]]] = {}
+    copies: dict[Path, list[tuple[StoredTensor, Iterator[tuple[int, torch.Tensor]]]]] = {}
     for tensor, target in plan.dense:
-        copies.setdefault(tensor.file, []).append((tensor, _dense_copy(tensor, target)))
+        copies.setdefault(tensor.file, []).append((tensor, iter([(0, target)])))
     for tensor, layer, expert, part in plan.experts:
-        copies.setdefault(tensor.file, []).append(
-            (tensor, _expert_copy(tensor, layer, expert, part, model.config, expert_sink))
-        )
+        targets = _expert_targets(layer, expert, part, model.config, expert_sink)
+        copies.setdefault(tensor.file, []).append((tensor, targets))
     total = sum(tensor.nbytes for jobs in copies.values() for tensor, _ in jobs)
-    done = 0
+    done, reader = 0, Reader()
     for file, jobs in sorted(copies.items()):
-        with _open(file) as handle:
-            for tensor, copy in sorted(jobs, key=lambda job: job[0].order):
-                try:
-                    copy(handle)
-                except (SafetensorError, OSError) as error:
-                    raise CheckpointError(f"{file}: {tensor.name} cannot be read ({error})") from None
+        with file.open("rb", buffering=0) as handle:
+            for tensor, targets in sorted(jobs, key=lambda job: job[0].start):
+                for skip, target in targets:
+                    reader.read(handle, tensor, skip, target)
                 done += tensor.nbytes
                 if progress is not None:
                     progress("loading weights", done / total)
 
 
-def _dense_copy(tensor: _Stored, target: torch.Tensor) -> Callable[[Any], None]:
-    def copy(handle: Any) -> None:
-        target.copy_(handle.get_tensor(tensor.name))
-
-    return copy
-
-
-def _expert_copy(
-    tensor: _Stored, layer: int, expert: int | None, part: str, config: ModelConfig, sink: ExpertSink
-) -> Callable[[Any], None]:
+def _expert_targets(
+    layer: int, expert: int | None, part: str, config: ModelConfig, sink: ExpertSink
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Where one stored tensor's values go: (elements to skip, target) of one expert, or of each."""
     inter = config.moe_intermediate
-
-    def write(e: int, values: torch.Tensor) -> None:
+    for skipped, e in enumerate(range(config.num_experts) if expert is None else (expert,)):
         gate_up, down = sink(layer, e)
         target = {"gate_up": gate_up, "gate": gate_up[:inter], "up": gate_up[inter:], "down": down}[part]
-        target.copy_(values)
-
-    def copy(handle: Any) -> None:
-        if expert is not None:
-            write(expert, handle.get_tensor(tensor.name))
-            return
-        stack = handle.get_slice(tensor.name)  # one expert at a time: a stack may be gigabytes
-        for e in range(config.num_experts):
-            write(e, stack[e])
-
-    return copy
+        yield skipped * target.numel(), target
 
 
 def dummy_weights(

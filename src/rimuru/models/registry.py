@@ -57,16 +57,20 @@ def resolve_model(
     """
     if local and name in local:
         return local[name]()
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.is_file():
+    try:
+        folder = Path(name).expanduser()
+        if name and folder.is_dir():
+            return folder
+        is_file = folder.is_file()
+    except (OSError, RuntimeError):  # a name too long for a path, a user that does not exist
+        is_file = False
+    if is_file:
         raise ConfigError(
             f"{name} is a file; MODEL must be the folder that holds config.json and the weights"
         )
     if name.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(name):
         raise ConfigError(
-            f"{name}: no such folder; MODEL must be a local folder or a Hub id such as org/name"
+            f"{name!r}: no such folder; MODEL must be a local folder or a Hub id such as org/name"
         )
     return _download(name, revision, [*_SMALL_FILES, *(["*.safetensors"] if weights else [])])
 

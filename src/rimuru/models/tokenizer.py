@@ -89,7 +89,7 @@ def load_tokenizer(
     folder = resolve_model(str(path), revision, weights=False)
     if not any((folder / name).is_file() for name in _FILES):
         raise ConfigError(
-            f"{folder}: no tokenizer there ({', '.join(_FILES)}); name another folder or Hub id with --tokenizer"
+            f"{folder}: no tokenizer there ({', '.join(_FILES)}); name a folder or Hub id with --tokenizer"
         )
     try:
         fast = AutoTokenizer.from_pretrained(
