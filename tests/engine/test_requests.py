@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 import torch
@@ -163,7 +164,10 @@ def test_impossible_requests_are_refused_at_once_and_neighbours_go_on(bench, tok
 
 
 def test_request_beyond_reachable_memory_is_refused_with_the_limit_that_works(bench):
-    b = bench("mixtral", memory_policy="static", resident_experts=0, device_memory=cap_for("mixtral", 0, 96))
+    b = bench(
+        "mixtral", max_model_len=None, memory_policy="static", resident_experts=0,
+        device_memory=cap_for("mixtral", 0, 96, max_model_len=None),
+    )  # fmt: skip
     limit = b.core.info.max_request_tokens
     assert limit < 256
     with pytest.raises(RequestError, match=f"at most {limit - 40}"):
@@ -230,7 +234,7 @@ def test_a_thousand_mixed_requests_with_random_aborts_leak_nothing(bench):
     assert used_blocks(b) == 0
     assert len(left) > 50
     b.core.reset_prefix_cache()
-    b.core.memory.rest(b.core.scheduler)
+    b.core.memory.rest(b.core.scheduler, now=1e9)
     assert b.core.memory.cache.evictable_blocks() == 0
     assert b.core.memory.cache.free_blocks() >= baseline - b.plan.experts_total
     b.core.check()
@@ -243,8 +247,6 @@ def test_a_thousand_mixed_requests_with_random_aborts_leak_nothing(bench):
 def test_a_cap_that_is_too_small_is_refused_with_one_that_starts(bench):
     with pytest.raises(MemoryPlanError, match="what would start: --device-memory") as error:
         bench("mixtral", device_memory=1000)
-    import re
-
     value = int(re.search(r"--device-memory (\d+) \(", str(error.value).split("what would start")[1])[1])
     with pytest.raises(MemoryPlanError):
         bench("mixtral", device_memory=int(value * 0.9))
