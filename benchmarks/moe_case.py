@@ -51,7 +51,7 @@ class Layer:
             part = self.pool[e].view(dtype)
             part.copy_(torch.randn(part.numel(), generator=self.generator, device="cuda") * scale)
         slots = count + torch.randperm(2 * count, generator=torch.Generator().manual_seed(seed))[:count]
-        self.pool[slots.cuda()] = self.pool[:count]
+        self.pool[slots.cuda()] = self.pool[:count].clone()
         base = self.pool.data_ptr()
         self.contiguous = (base + torch.arange(count) * page).cuda()
         self.scattered = (base + slots * page).cuda()

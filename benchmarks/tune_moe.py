@@ -59,6 +59,7 @@ def constants(shape: Shape, tile: Tile, gate_up: bool) -> dict:
         "K": hidden if gate_up else inter,
         "TOP_K": shape.top_k, "GATE_UP": gate_up,
         "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k,
+        "FEW_M": tile.few_m, "FEW_K": tile.few_k,
         "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip
 

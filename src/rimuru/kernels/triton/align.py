@@ -1,7 +1,7 @@
 """Alignment by expert: sort a step's (token, choice) pairs by expert and cut them into M blocks.
 
 Room: the plan that the expert GEMMs follow. Rule: on the device, no host sync, one launch for a
-decode step and two for a large prefill; the order of pairs is fixed by their ids alone.
+decode step and three for a prefill; the order of pairs is fixed by their ids alone.
 
 The plan is one int32 workspace, with room for B blocks in each of two lists:
 
@@ -27,8 +27,8 @@ from ..types import EXPERT_ADDRESS, EXPERT_HOST
 HEADER = tl.constexpr(4)
 _HOST = tl.constexpr(EXPERT_HOST)
 _ADDRESS = tl.constexpr(EXPERT_ADDRESS)
-_PAIRWISE_LIMIT = 4096  # beyond it the quadratic count costs more than a second launch
-_CHUNK = 512
+_PAIRWISE_LIMIT = 1024  # beyond it the quadratic count costs more than two launches
+_CHUNK = 128
 
 
 @triton.jit
@@ -89,43 +89,45 @@ def _align_kernel(
         tl.store(work + HEADER + 8 * room + row, mine, mask=my_expert >= 0)
 
 
-@triton.jit(do_not_specialize=["pairs"])
-def _count_kernel(ids, counts, pairs, PAD: tl.constexpr, CHUNK: tl.constexpr):
+@triton.jit(do_not_specialize=["pairs", "chunks"])
+def _count_kernel(ids, counts, pairs, chunks, PAD: tl.constexpr, CHUNK: tl.constexpr):
+    """`counts[expert, chunk]`: pairs of each expert in each chunk."""
     at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     e = tl.load(ids + at, mask=at < pairs, other=-1)
-    tl.store(counts + tl.program_id(0) * PAD + tl.arange(0, PAD), tl.histogram(e, PAD, mask=e >= 0))
+    tl.store(counts + tl.arange(0, PAD) * chunks + tl.program_id(0), tl.histogram(e, PAD, mask=e >= 0))
+
+
+@triton.jit(do_not_specialize=["chunks"])
+def _scan_kernel(counts, totals, chunks, BLOCK: tl.constexpr):
+    """One expert: its count in each chunk becomes its count in the chunks before."""
+    row = counts + tl.program_id(0) * chunks
+    before = 0
+    for start in range(0, chunks, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        n = tl.load(row + at, mask=at < chunks, other=0)
+        tl.store(row + at, before + tl.cumsum(n, axis=0) - n, mask=at < chunks)
+        before += tl.sum(n, axis=0)
+    tl.store(totals + tl.program_id(0), before)
 
 
 @triton.jit(do_not_specialize=["pairs", "room", "experts", "chunks"])
 def _place_kernel(
-    ids, chunk_counts, table, touched, work, pairs, room, experts, chunks,
-    PAD: tl.constexpr, BLOCK_M: tl.constexpr, COUNT: tl.constexpr, MINE: tl.constexpr, CHUNK: tl.constexpr,
+    ids, counts, totals, table, touched, work, pairs, room, experts, chunks,
+    PAD: tl.constexpr, BLOCK_M: tl.constexpr, COUNT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Program 0 plans; program p > 0 places chunk p - 1, from the counts of the chunks before it."""
-    program = tl.program_id(0)
+    """Program 0 plans; program p > 0 places the pairs of chunk p - 1."""
     expert = tl.arange(0, PAD)
-    total = tl.zeros([PAD], tl.int32)
-    before = tl.zeros([PAD], tl.int32)
-    lane = tl.arange(0, 16)
-    for start in range(0, chunks, 16):
-        chunk = start + lane
-        at = chunk_counts + chunk[:, None] * PAD + expert[None, :]
-        n = tl.load(at, mask=(chunk < chunks)[:, None], other=0)
-        total += tl.sum(n, axis=0)
-        before += tl.sum(tl.where((chunk < program - 1)[:, None], n, 0), axis=0)
-    if program == 0:
+    total = tl.load(totals + expert)
+    if tl.program_id(0) == 0:
         _plan(total, table, touched, work, room, experts, PAD, BLOCK_M, COUNT)
     else:
-        base = tl.cumsum(total, axis=0) - total + before
-        start = (program - 1) * CHUNK
-        at = start + tl.arange(0, CHUNK)
-        e = tl.load(ids + at, mask=at < pairs, other=-1)[None, :]
-        for offset in range(0, CHUNK, MINE):
-            mine = start + offset + tl.arange(0, MINE)
-            my_expert = tl.load(ids + mine, mask=mine < pairs, other=-1)
-            same = (e == my_expert[:, None]) & (at[None, :] < mine[:, None])
-            row = tl.sum(same.to(tl.int32), axis=1) + tl.gather(base, tl.maximum(my_expert, 0), axis=0)
-            tl.store(work + HEADER + 8 * room + row, mine, mask=my_expert >= 0)
+        chunk = tl.program_id(0) - 1
+        base = tl.cumsum(total, axis=0) - total + tl.load(counts + expert * chunks + chunk)
+        at = chunk * CHUNK + tl.arange(0, CHUNK)
+        e = tl.load(ids + at, mask=at < pairs, other=-1)
+        earlier = (e[None, :] == e[:, None]) & (at[None, :] < at[:, None])
+        row = tl.gather(base, tl.maximum(e, 0), axis=0) + tl.sum(earlier.to(tl.int32), axis=1)
+        tl.store(work + HEADER + 8 * room + row, at, mask=e >= 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +160,7 @@ def align(
     counter = table if touched is None else touched
     pad = triton.next_power_of_2(experts)
     if pairs <= _PAIRWISE_LIMIT:
-        chunk = max(32, min(_CHUNK, triton.next_power_of_2(pairs)))
+        chunk = max(32, min(512, triton.next_power_of_2(pairs)))
         _align_kernel[(1 + triton.cdiv(pairs, 32),)](
             ids, table, counter, work, pairs, room, experts,
             PAD=pad, BLOCK_M=block_m, COUNT=touched is not None, MINE=32, CHUNK=chunk,
@@ -166,10 +168,12 @@ def align(
         )  # fmt: skip
     else:
         chunks = triton.cdiv(pairs, _CHUNK)
-        counts = torch.empty(chunks * pad, dtype=torch.int32, device=ids.device)
-        _count_kernel[(chunks,)](ids, counts, pairs, PAD=pad, CHUNK=_CHUNK)
+        counts = torch.empty(pad * (chunks + 1), dtype=torch.int32, device=ids.device)
+        totals, counts = counts[:pad], counts[pad:]
+        _count_kernel[(chunks,)](ids, counts, pairs, chunks, PAD=pad, CHUNK=_CHUNK)
+        _scan_kernel[(pad,)](counts, totals, chunks, BLOCK=1024)
         _place_kernel[(1 + chunks,)](
-            ids, counts, table, counter, work, pairs, room, experts, chunks,
-            PAD=pad, BLOCK_M=block_m, COUNT=touched is not None, MINE=32, CHUNK=_CHUNK, num_warps=8,
+            ids, counts, totals, table, counter, work, pairs, room, experts, chunks,
+            PAD=pad, BLOCK_M=block_m, COUNT=touched is not None, CHUNK=_CHUNK,
         )  # fmt: skip
     return Alignment(work, room)

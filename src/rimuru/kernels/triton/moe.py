@@ -83,6 +83,7 @@ def _expert_kernel(
     PART: tl.constexpr,  # bytes from the page's start to this product's weights
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, GATE_UP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    FEW_M: tl.constexpr, FEW_K: tl.constexpr,
 ):  # fmt: skip
     """One product of every block of the plan. `N` is rows of the weight, 2 * intermediate for gate_up.
 
@@ -107,15 +108,13 @@ def _expert_kernel(
         # loads are narrow and not pipelined, at a third of the speed.
         page = tl.multiple_of(address.to(tl.pointer_type(a.dtype.element_ty)), 256)
         column = tile % TILES * WIDTH
-        # Half a tile where that is enough: an expert's last block is half empty on average.
-        HALF: tl.constexpr = BLOCK_M // 2 if BLOCK_M >= 128 else 0
-        if rows > HALF:
+        if rows > FEW_M:
             _tile(
                 a, out, page, pairs, row, rows, column, N, K, TOP_K, GATE_UP, BLOCK_M, BLOCK_N, BLOCK_K
             )  # fmt: skip
-        elif HALF > 0:  # noqa: SIM102 (this test is made while compiling, the next one by the program)
+        elif FEW_M > 0:  # noqa: SIM102 (this test is made while compiling, the next one by the program)
             if rows > 0:
-                _tile(a, out, page, pairs, row, rows, column, N, K, TOP_K, GATE_UP, HALF, BLOCK_N, BLOCK_K)
+                _tile(a, out, page, pairs, row, rows, column, N, K, TOP_K, GATE_UP, FEW_M, BLOCK_N, FEW_K)
 
 
 @triton.jit
@@ -144,7 +143,8 @@ def _product(
     _expert_kernel[(lanes + tiles,)](
         a, out, plan.work, plan.room, lanes,
         PART=0 if gate_up else layout.down_offset, N=n, K=k, TOP_K=top_k, GATE_UP=gate_up,
-        BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, num_warps=tile.warps, num_stages=tile.stages,
+        BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k,
+        FEW_M=tile.few_m, FEW_K=tile.few_k, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 

@@ -15,32 +15,43 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """`m` rows of tokens by `n` rows of weight, `k` deep; pipelined in `stages`."""
+    """`m` rows of tokens by `n` rows of weight, `k` deep; pipelined in `stages`.
+
+    A block with at most `few_m` rows is computed by a `few_m` x `n` x `few_k` tile of the same
+    kernel: the last block of an expert is half empty on average, and in decode most blocks are.
+    """
 
     m: int
     n: int
     k: int
     warps: int
     stages: int
+    few_m: int = 0
+    few_k: int = 0
 
     def shared(self, itemsize: int) -> int:
-        """Bytes of shared memory that the pipeline's buffers take."""
-        return (self.m + self.n) * self.k * itemsize * self.stages
+        """Bytes of shared memory that the pipeline's buffers take at most."""
+        most = max((self.m + self.n) * self.k, (self.few_m + self.n) * self.few_k)
+        return most * itemsize * self.stages
 
 
 Pair = tuple[Tile, Tile]  # gate_up, down: both have the same m
 
 # (most tokens, most rows an expert on average) -> tiles; the first line that holds both is taken.
+_ANY = float("inf")
+_DECODE = Tile(16, 64, 128, 4, 4)
+_MIXED = Tile(64, 64, 64, 4, 4, few_m=16, few_k=128)
+_CHUNK = Tile(128, 128, 64, 4, 3, few_m=64, few_k=64)
+_PREFILL = Tile(128, 256, 64, 8, 4, few_m=64, few_k=64)
 _HALF: tuple[tuple[float, float, Pair], ...] = (
-    (16, 16, (Tile(16, 64, 128, 4, 4), Tile(16, 64, 128, 4, 4))),
-    (32, 32, (Tile(32, 64, 128, 4, 4), Tile(32, 64, 128, 4, 4))),
-    (float("inf"), 32, (Tile(64, 128, 64, 4, 4), Tile(64, 128, 64, 4, 4))),
-    (float("inf"), 96, (Tile(128, 128, 64, 8, 3), Tile(128, 128, 64, 8, 3))),
-    (float("inf"), float("inf"), (Tile(128, 256, 64, 8, 4), Tile(128, 256, 64, 8, 4))),
+    (16, _ANY, (_DECODE, _DECODE)),
+    (_ANY, 24, (_MIXED, _MIXED)),
+    (_ANY, 96, (_CHUNK, _CHUNK)),
+    (_ANY, _ANY, (_CHUNK, _PREFILL)),
 )
 _FLOAT: tuple[tuple[float, float, Pair], ...] = (
-    (16, 16, (Tile(16, 64, 32, 4, 3), Tile(16, 64, 32, 4, 3))),
-    (float("inf"), float("inf"), (Tile(64, 64, 32, 8, 3), Tile(64, 64, 32, 8, 3))),
+    (16, _ANY, (Tile(16, 64, 32, 4, 3), Tile(16, 64, 32, 4, 3))),
+    (_ANY, _ANY, (Tile(64, 64, 32, 8, 3), Tile(64, 64, 32, 8, 3))),
 )
 _TABLES = {torch.bfloat16: _HALF, torch.float16: _HALF, torch.float32: _FLOAT}
 
