@@ -10,10 +10,13 @@ expert for nothing, a layer at its limit does not, so victims spread over the la
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+
+_PROMPT = math.log(4)  # a step so much larger than usual holds a prompt: it says nothing of decoding
 
 Expert = tuple[int, int]  # (MoE layer, expert)
 
@@ -29,14 +32,16 @@ class Swap(NamedTuple):
 class ResidencyParams:
     """What the ranking assumes. Chosen on recorded routing, `docs/policy.md` says how.
 
-    spans, weights: the touch probability is the weighted mean of one moving average for each span
-    (in steps); a short span follows the requests that run now, a long one the model's habits.
+    spans: the touch probability is a weighted sum of one moving average for each span (in steps). A short
+    span follows the requests that run now, a long one the model's habits; the weights are fitted to
+    the routing itself, over the last `fit_span` steps, every `fit_every` steps.
     horizon: steps over which an advantage in touch probability is expected to last.
     hysteresis: by how much (share of the copy's cost) a swap must win before it is made.
     """
 
-    spans: tuple[float, ...] = (4.0, 32.0, 256.0)
-    weights: tuple[float, ...] = (0.2, 0.4, 0.4)
+    spans: tuple[float, ...] = (2.0, 8.0, 32.0, 128.0)
+    fit_span: float = 100.0
+    fit_every: int = 20
     horizon: float = 32.0
     hysteresis: float = 0.5
 
@@ -50,18 +55,20 @@ class ResidencyPolicy:
     """
 
     def __init__(self, layers: int, experts: int, params: ResidencyParams | None = None):
-        self.layers, self.experts = layers, experts
-        self.params = params or ResidencyParams()
         if experts > 1024:
             raise ValueError(f"at most 1024 experts a layer can be ranked, got {experts}")
-        if len(self.params.spans) != len(self.params.weights):
-            raise ValueError("spans and weights must have the same length")
-        spans = np.asarray(self.params.spans, np.float32)
-        self._rates = (1 - np.exp(-1 / spans)).astype(np.float32)
-        weights = np.asarray(self.params.weights, np.float32)
-        self._weights = weights / weights.sum()
-        self._means = np.zeros((len(spans), layers, experts), np.float32)
-        self._routed = 0.0  # moving average of routed tokens a step, at the shortest span
+        self.layers, self.experts = layers, experts
+        self.params = params or ResidencyParams()
+        n = len(self.params.spans)
+        self._rates = 1 - np.exp(-1 / np.asarray(self.params.spans, np.float32))
+        # One moving average for each span, then a row of ones: the constant of the fit.
+        self._means = np.zeros((n + 1, layers * experts), np.float32)
+        self._means[n] = 1
+        self._prior = np.append(np.full(n, 1 / n), 0.0)
+        self._weights = self._prior.astype(np.float32)
+        self._squares = np.zeros((n + 1, n + 1))
+        self._products = np.zeros(n + 1)
+        self._load = 0.0  # moving average of the logarithm of routed tokens a step
         self._hidden = np.zeros((layers, 1), np.float32)
         self._observed = 0
         self._last_step = -1
@@ -73,8 +80,8 @@ class ResidencyPolicy:
     def observe(self, step: int, touched: np.ndarray) -> None:
         """Take in the counts of one step: tokens routed to each expert, int `[layers, experts]`.
 
-        Steps may arrive late but in order; a step already seen, or one that routed nothing, changes
-        nothing.
+        Steps may arrive late but in order. A step already seen, one that routed nothing, and one that
+        routed many times the usual (a prompt, which touches nearly everything) change no statistics.
         """
         if step <= self._last_step:
             return
@@ -82,13 +89,37 @@ class ResidencyPolicy:
         total = int(touched.sum())
         if total == 0:
             return
+        load = math.log(total)
+        usual = self._load if self._observed else load
+        self._load = usual + (load - usual) / 4
+        if load > usual + _PROMPT:
+            return
+        touch = (touched > 0).astype(np.float32).ravel()
+        if self._observed:
+            self._fit(touch)
         self._observed += 1
-        hit = (touched > 0).astype(np.float32)
         # Until a span has filled, its average is the plain mean of what was seen.
         rates = np.maximum(self._rates, 1 / self._observed)
-        self._means += (hit - self._means) * rates[:, None, None]
-        self._routed += (total - self._routed) * float(rates[0])
+        self._means[:-1] += (touch - self._means[:-1]) * rates[:, None]
         self._probability = self._settled = None
+
+    def _fit(self, touch: np.ndarray) -> None:
+        """Least squares of this step's touches on the averages before it.
+
+        An expert weighs by 1 / probability, the inverse of the variance: the order among cold experts
+        decides who leaves, and plain squares would fit the hot ones only.
+        """
+        scaled = self._means / (self.probability().ravel() + np.float32(0.01))
+        keep = 1 - 1 / self.params.fit_span
+        self._squares = self._squares * keep + scaled @ self._means.T
+        self._products = self._products * keep + scaled @ touch
+        if self._observed % self.params.fit_every == 0:
+            trust = 1e-4 * np.trace(self._squares) / len(self._prior)
+            ridge = trust * np.eye(len(self._prior))
+            # No weight below zero: a touch never makes an expert look colder.
+            self._weights = _least_squares(
+                self._squares + ridge, self._products + trust * self._prior, self._weights
+            )
 
     def hide(self, experts_per_layer: np.ndarray | float) -> None:
         """Set how many missing experts a step hides in each layer (scalar or `[layers]`).
@@ -100,17 +131,21 @@ class ResidencyPolicy:
             self._hidden = hidden.copy()
             self._settled = None
 
-    def probability(self, load: float = 1.0) -> np.ndarray:
-        """P(touched in the next step), float32 `[layers, experts]`, not to be written to.
-
-        `load`: the next step's tokens over the recent average; 1 when nothing is known.
-        """
+    def probability(self) -> np.ndarray:
+        """P(touched in the next step), float32 `[layers, experts]`, not to be written to."""
         if self._probability is None:
-            self._probability = np.tensordot(self._weights, self._means, axes=1)
+            p = np.clip(self._weights @ self._means, 0, 1)
+            self._probability = p.reshape(self.layers, self.experts)
             self._probability.flags.writeable = False
-        if load == 1.0:
-            return self._probability
-        return 1 - (1 - self._probability) ** np.float32(load)
+        return self._probability
+
+    def cold_touches(self, points: int = 33) -> np.ndarray:
+        """Expected touches a step of the coldest 0, 1/(points - 1), ... 1 of all experts, float64 `[points]`.
+
+        What lending so many would miss, the cost of each layer aside.
+        """
+        total = np.concatenate([[0.0], np.cumsum(np.sort(self.probability(), axis=None), dtype=np.float64)])
+        return np.interp(np.linspace(0, len(total) - 1, points), np.arange(len(total)), total)
 
     # -- rankings --------------------------------------------------------------------------------
 
@@ -249,3 +284,13 @@ def _smallest_in_rows(values: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarra
     keys.sort(axis=1)
     keys = keys[:, :n]
     return keys & np.uint32(1023), (keys >> np.uint32(10)).astype(np.float32) * np.float32(2**-20) - 1
+
+
+def _least_squares(a: np.ndarray, b: np.ndarray, start: np.ndarray) -> np.ndarray:
+    """The `x >= 0` that minimises `x a x / 2 - b x`, by coordinate descent from `start`; float32."""
+    rows, right, x = a.tolist(), b.tolist(), start.tolist()
+    for _ in range(30):
+        for i, row in enumerate(rows):
+            rest = sum(c * v for c, v in zip(row, x, strict=True)) - row[i] * x[i]
+            x[i] = max(0.0, (right[i] - rest) / row[i])
+    return np.asarray(x, np.float32)
