@@ -168,10 +168,10 @@ def tiny_prompts(lengths: tuple[int, ...] = (1, 3, 8, 13, 16, 17, 31, 90), seed:
 
 
 @functools.lru_cache(maxsize=8)
-def load_oracle(path: Path) -> transformers.PreTrainedModel:
-    """The checkpoint in `transformers`, float32, eager attention and experts."""
+def load_oracle(path: Path, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
+    """The checkpoint in `transformers`, eager attention and experts."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+        path, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
     )
     model.generation_config.eos_token_id = None  # else `generate` stops there whatever it is told
     return model.eval()
@@ -202,7 +202,7 @@ def _continue(path: Path, prompt: tuple[int, ...], n: int) -> tuple[tuple[int, .
     return tuple(out.sequences[0, len(prompt) :].tolist()), torch.cat(out.logits).float()
 
 
-def oracle_logits(path: Path, tokens: list[int]) -> torch.Tensor:
-    """float32 logits `[len(tokens), vocab]` of one forward over the whole sequence."""
+def oracle_logits(path: Path, tokens: list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """float32 logits `[len(tokens), vocab]` of one forward in `dtype` over the whole sequence."""
     with torch.no_grad():
-        return load_oracle(Path(path))(input_ids=torch.tensor([tokens])).logits[0].float()
+        return load_oracle(Path(path), dtype)(input_ids=torch.tensor([tokens])).logits[0].float()
