@@ -90,12 +90,24 @@ def _dispatch(arguments: list[str]) -> int:
     module = importlib.import_module(module_name)
     parser = Parser(prog=f"rimuru {name}", description=summary, allow_abbrev=False)
     module.add_arguments(parser)
-    args, unknown = parser.parse_known_args(arguments[1:])
+    args, unknown = parser.parse_known_args([_dashed(argument) for argument in arguments[1:]])
     if unknown:
-        parser.refuse(unknown)
+        from rimuru.server.vllm_flags import split_granted
+
+        unknown, notes = split_granted(unknown)
+        for note in notes:
+            print(f"rimuru: {note}", file=sys.stderr)
+        if unknown:
+            parser.refuse(unknown)
     if getattr(args, "model", None) == DEMO and not Path(DEMO).exists():
         _use_demo(args)
     return module.run(args)
+
+
+def _dashed(argument: str) -> str:
+    """`--max_model_len` is `--max-model-len`, as vLLM has it."""
+    flag, equals, value = argument.partition("=")
+    return flag.replace("_", "-") + equals + value if flag.startswith("--") else argument
 
 
 def _use_demo(args: argparse.Namespace) -> None:

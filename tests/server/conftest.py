@@ -15,13 +15,14 @@ import httpx
 import openai
 import pytest
 import uvicorn
-from server.stub_engine import StubEngine
 from support.tiny import tiny_tokenizer
 
 from rimuru.models.tokenizer import Tokenizer
 from rimuru.server.app import create_app
-from rimuru.server.frontend import Frontend, ServerSettings
+from rimuru.server.frontend import Frontend
 from rimuru.server.prompts import Prompts
+from rimuru.server.settings import ServerSettings
+from server.stub_engine import StubEngine
 
 
 @dataclass

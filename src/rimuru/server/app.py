@@ -345,7 +345,11 @@ async def _on_http_exception(request: Request, exc: Exception) -> Response:
     if exc.status_code == 404:
         message = f"There is no {path} here; the API begins at /v1, its description is at /docs."
     elif exc.status_code == 405:
-        message = f"{path} does not answer {method}; it answers {(exc.headers or {}).get('allow', 'others')}."
+        routes = [r for r in request.app.routes if getattr(r, "path", None) == path]
+        allowed = ", ".join(sorted({method for r in routes for method in r.methods or ()}))
+        return _json_error(
+            ApiError(405, f"{path} does not answer {method}, only {allowed}.", headers={"allow": allowed})
+        )
     else:
         message = str(exc.detail)
     return _json_error(ApiError(exc.status_code, message, headers=dict(exc.headers or {})))

@@ -7,6 +7,7 @@ is not there is one clear sentence.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -77,10 +78,8 @@ class Chat:
         interactive = sys.stdin.isatty()
         if interactive:
             print(f"{self.model} at {self.http.base_url} ({HELP})")
-            try:
+            with contextlib.suppress(ModuleNotFoundError):
                 import readline  # noqa: F401  line editing and history for input()
-            except ModuleNotFoundError:
-                pass
         while True:
             try:
                 line = input("> " if interactive else "").strip()

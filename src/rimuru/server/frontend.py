@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 from rimuru.engine.client import EngineClient
@@ -23,27 +23,7 @@ from rimuru.errors import RequestError
 from .errors import ApiError
 from .metrics import Metrics
 from .prompts import Prompts
-
-
-@dataclass(slots=True)
-class ServerSettings:
-    """What `rimuru serve` chooses besides the engine. Times in seconds, sizes in bytes."""
-
-    served_names: list[str]
-    api_keys: list[str] = field(default_factory=list)
-    max_queue: int | None = None  # requests waiting for their first token; beyond: 429
-    max_body_bytes: int = 64 * 2**20
-    request_timeout: float | None = None  # a request that takes longer ends with 504
-    stream_interval: int = 1  # tokens gathered into one chunk after the first
-    honour_priority: bool = True
-    default_sampling: dict[str, Any] = field(default_factory=dict)
-    response_role: str = "assistant"
-    log_requests: bool = False
-    allowed_origins: list[str] = field(default_factory=lambda: ["*"])
-    allowed_methods: list[str] = field(default_factory=lambda: ["*"])
-    allowed_headers: list[str] = field(default_factory=lambda: ["*"])
-    allow_credentials: bool = False
-    described: dict[str, Any] = field(default_factory=dict)  # shown by /server_info
+from .settings import ServerSettings
 
 
 @dataclass(slots=True)

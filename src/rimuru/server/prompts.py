@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 
 from rimuru.engine.client import EngineInfo
 from rimuru.errors import ConfigError, RequestError
-from rimuru.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from rimuru.models.tokenizer import Tokenizer
 
 _OWN_VARIABLES = {
     "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",

@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import logging
 import os
@@ -22,10 +23,12 @@ from typing import TYPE_CHECKING, Any
 from rimuru.engine.config import POLICIES, EngineConfig, parse_size
 from rimuru.errors import ConfigError, EngineDeadError, RimuruError
 
+from .settings import ServerSettings
+
 if TYPE_CHECKING:
     from rimuru.engine.client import EngineClient
 
-    from .frontend import Frontend, ServerSettings
+    from .frontend import Frontend
 
 log = logging.getLogger("rimuru.server")
 
@@ -111,21 +114,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal; the exit code."""
-    try:
-        import uvicorn  # noqa: F401
-
-        from . import app  # noqa: F401
-    except ModuleNotFoundError as exc:
-        raise RimuruError(
-            f"rimuru serve needs {exc.name}, which is not installed: pip install 'rimuru-serve[server]'"
-        ) from None
+    config = engine_config(args)
+    settings = server_settings(args)
+    _need_server_extra()
     logging.basicConfig(
         level=args.log_level.upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
-    config = engine_config(args)
-    settings = server_settings(args)
     try:
         import uvloop
     except ModuleNotFoundError:
@@ -135,6 +131,14 @@ def run(args: argparse.Namespace) -> int:
     # Bound before the model is loaded: a taken port should not cost minutes to find out.
     with bind(args.host, args.port) as listener, asyncio.Runner(loop_factory=factory) as runner:
         return runner.run(_serve(args, config, settings, listener))
+
+
+def _need_server_extra() -> None:
+    for module in ("fastapi", "uvicorn", "prometheus_client"):
+        if importlib.util.find_spec(module) is None:
+            raise RimuruError(
+                f"rimuru serve needs {module}, which is not installed: pip install 'rimuru-serve[server]'"
+            )
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -162,8 +166,6 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 def server_settings(args: argparse.Namespace) -> ServerSettings:
     """The server's part of the flags, checked."""
-    from .frontend import ServerSettings
-
     for flag, value, low in (
         ("--max-queue", args.max_queue, 1),
         ("--stream-interval", args.stream_interval, 1),
@@ -172,6 +174,8 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
     ):
         if value is not None and value < low:
             raise ConfigError(f"{flag} must be at least {low}, got {value}")
+    if args.port > 65535:
+        raise ConfigError(f"--port must be at most 65535, got {args.port}")
     if args.request_timeout is not None and args.request_timeout <= 0:
         raise ConfigError(f"--request-timeout must be more than 0 seconds, got {args.request_timeout:g}")
     if bool(args.ssl_keyfile) != bool(args.ssl_certfile):

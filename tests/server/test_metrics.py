@@ -1,0 +1,105 @@
+"""The exposition: names that boards query, values that add up."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from rimuru.engine.stats import EngineStats, RequestSample
+from server.stub_engine import EOS, StubEngine
+
+HI = [{"role": "user", "content": "hi"}]
+GAUGES = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"}
+COUNTERS = {
+    "prompt_tokens_total", "generation_tokens_total", "request_success_total", "num_preemptions_total",
+    "prefix_cache_queries_total", "prefix_cache_hits_total",
+}  # fmt: skip
+HISTOGRAMS = {
+    "time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds",
+    "e2e_request_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds",
+    "request_decode_time_seconds", "request_prompt_tokens", "request_generation_tokens",
+    "request_max_num_generation_tokens", "iteration_tokens_total",
+}  # fmt: skip
+
+
+def samples(live) -> dict[str, list]:
+    found: dict[str, list] = {}
+    for family in text_string_to_metric_families(live.get("/metrics").text):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append(sample)
+    return found
+
+
+def test_every_name_that_boards_and_routers_query_is_there(serve) -> None:
+    found = samples(serve())
+    for name in (
+        GAUGES | COUNTERS | {f"{h}_{part}" for h in HISTOGRAMS for part in ("bucket", "sum", "count")}
+    ):
+        assert f"vllm:{name}" in found, name
+        labels = found[f"vllm:{name}"][0].labels
+        assert (labels["model_name"], labels["engine"]) == ("stub", "0")
+    assert "vllm:cache_config_info" in found
+
+
+def test_requests_show_in_counters_and_histograms(serve) -> None:
+    live = serve(StubEngine(answer=lambda prompt, params: [70, 71, 72, EOS]))
+    client = live.openai()
+    client.chat.completions.create(model="stub", messages=HI)
+    client.chat.completions.create(model="stub", messages=HI, max_tokens=2)
+    live.wait_until(lambda: not live.frontend.active)
+    found = samples(live)
+    reasons = {s.labels["finished_reason"]: s.value for s in found["vllm:request_success_total"]}
+    assert reasons == {"stop": 1, "length": 1, "abort": 0, "error": 0}
+    assert found["vllm:time_to_first_token_seconds_count"][0].value == 2
+    assert found["vllm:inter_token_latency_seconds_count"][0].value == 4
+    assert found["vllm:e2e_request_latency_seconds_count"][0].value == 2
+    buckets = [s.value for s in found["vllm:time_to_first_token_seconds_bucket"]]
+    assert buckets == sorted(buckets)
+    assert buckets[-1] == 2
+    answered = {(s.labels["route"], s.labels["status"]): s.value for s in found["rimuru_http_requests_total"]}
+    assert answered["/v1/chat/completions", "200"] == 2
+
+
+def test_pool_gauges_sum_to_the_pool(serve) -> None:
+    live = serve()
+    found = samples(live)
+    assert sum(s.value for s in found["rimuru_pool_bytes"]) == found["rimuru_pool_size_bytes"][0].value
+    move = found["rimuru_boundary_moves_total"][0]
+    assert move.labels == {"policy": "reactive", "cause": "concurrency", "direction": "lend"}
+    assert found["rimuru_preemptions_total"][0].labels == {"cause": "kv"}
+    pool = live.get("/rimuru/pool").json()
+    assert pool["kinds"]["expert"]["resident"] == {"bytes": 8192, "pages": 2}
+    assert pool["boundary_moves"] == 3
+
+
+def test_samples_of_the_engine_are_counted_once(serve, monkeypatch) -> None:
+    live = serve()
+    sample = RequestSample("stop", 10, 5, 16, 0.1, 0.2, 0.3, 0.3, 0.6)
+    pending = [sample, sample]
+
+    async def stats() -> EngineStats:
+        taken = EngineStats(finished=list(pending), step_tokens=[3, 4])
+        pending.clear()
+        return taken
+
+    monkeypatch.setattr(live.engine, "stats", stats)
+    live.get("/metrics")
+    found = samples(live)
+    assert found["vllm:request_queue_time_seconds_count"][0].value == 2
+    assert found["vllm:request_prompt_tokens_sum"][0].value == 20
+
+
+def test_the_other_routes_of_operators_answer(serve) -> None:
+    live = serve(described={"max_queue": 3})
+    assert live.get("/version").json()["version"]
+    assert live.get("/load").json() == {"server_load": 0, "waiting": 0}
+    assert live.get("/ping").status_code == live.post("/ping").status_code == 200
+    assert live.get("/health").text == ""
+    info = live.get("/server_info").json()
+    assert (info["engine"]["max_model_len"], info["config"]) == (512, {"max_queue": 3})
+    assert live.post("/reset_prefix_cache").json() == {"reset": True}
+    assert live.engine.resets == 1
+    assert live.get("/tokenizer_info").json()["eos_token"] == "<|im_end|>"
+    schema = live.get("/openapi.json").json()
+    body = schema["paths"]["/v1/chat/completions"]["post"]["requestBody"]
+    assert body["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ChatBody"}
+    assert "messages" in schema["components"]["schemas"]["ChatBody"]["properties"]
