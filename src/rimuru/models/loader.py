@@ -29,7 +29,7 @@ Progress = Callable[[str, float], None]  # what is under way, the share of it do
 _PREFIX = re.compile(r"^(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.)+")
 _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _EXPERT = re.compile(r"layers\.(\d+)\.mlp\.experts\.(?:(\d+)\.)?(gate|up|down|gate_up)_proj(?:\.weight)?")
-_SHOWN = 20  # names of one kind in an error message
+_SHOWN = 24  # names of one kind of fault that an error message spells out
 
 
 def canonical_name(name: str) -> str:
@@ -75,8 +75,14 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    """All names; where they are many, one of each sort (names that differ in numbers only)."""
+    if len(names) <= _SHOWN:
+        return ", ".join(names)
+    sorts: dict[str, list[str]] = {}
+    for name in names:
+        sorts.setdefault(re.sub(r"\d+", "#", name), []).append(name)
+    shown = [f"{same[0]} and {len(same) - 1} like it" for same in list(sorts.values())[:_SHOWN]]
+    return ", ".join(shown) + (f" and {len(sorts) - _SHOWN} other sorts" if len(sorts) > _SHOWN else "")
 
 
 class _Plan:
@@ -86,9 +92,8 @@ class _Plan:
         self.config, self.model = config, model
         self.moe_index = {layer: i for i, layer in enumerate(config.moe_layers)}
         self.dense: list[tuple[StoredTensor, torch.Tensor]] = []
-        self.experts: list[
-            tuple[StoredTensor, int, int | None, str]
-        ] = []  # MoE layer, expert or None for all
+        # (tensor, MoE layer, expert or None for a stack of all, part)
+        self.experts: list[tuple[StoredTensor, int, int | None, str]] = []
         self.extra: list[str] = []
         self.shapes: list[str] = []
         self.dtypes: list[str] = []
