@@ -41,7 +41,7 @@ def test_a_foreign_buffer_is_aligned_and_must_be_large_enough():
     arena = Arena(4096, buffer=buffer[1:])
     assert arena.address % 256 == 0
     with pytest.raises(GeometryError, match="for alignment"):
-        Arena(4352, buffer=buffer)
+        Arena(4353, buffer=buffer)
     with pytest.raises(GeometryError, match="flat"):
         Arena(16, buffer=torch.empty(32))
     with pytest.raises(GeometryError, match="at least one"):

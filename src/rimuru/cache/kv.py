@@ -87,6 +87,8 @@ class KVCache:
         # rows[slot][group]: pages, those reserved ahead at the end.
         self._rows: list[list[list[int]]] = [[[] for _ in group_classes] for _ in range(slots)]
         self._committed = [0] * slots  # leading blocks that need no publishing any more
+        self._only = next(iter(self._each.items())) if len(self._each) == 1 else None
+        self._ahead = reserve_blocks
         self._active = 0  # slots that hold anything
         self._reserved = 0
         self._taken = 0  # blocks whose pages are out of the allocator
@@ -157,8 +159,7 @@ class KVCache:
         Room comes from free pages, then from what is reserved for others, then, with `evict`, from
         cached prefixes nobody reads. Raises ValueError past the length of a row.
         """
-        row = self._rows[slot]
-        have, held = len(row[0]), self.held[slot]
+        have, held = len(self._rows[slot][0]), self.held[slot]
         need = blocks_total - have
         if need <= 0:
             if blocks_total > held:
@@ -167,21 +168,18 @@ class KVCache:
             return 0
         if blocks_total > self.max_blocks:
             raise ValueError(f"{blocks_total} blocks do not fit a row of {self.max_blocks}")
-        free = self.allocator.obtainable_together(self._each)
-        if need > free:
+        got = self._take(slot, need, min(self._ahead, self.max_blocks - blocks_total))
+        if not got:
             missing = self._make_room(need, slot, evict)
             if missing:
                 return missing
-            free = need
-        # Reserve only from plenty: what is taken back at once was taken in vain.
-        ahead = min(
-            self.reserve_blocks, (free - need) // (4 * self._active + 4), self.max_blocks - blocks_total
-        )
-        got = self._take(slot, need, ahead)
+            # From now on reserve nothing, until a request ends: it would be taken back at once.
+            self._ahead = 0
+            got = self._take(slot, need, 0)
+            assert got == need
         if not have:
             self._active += 1
-        self._reserved -= have - held
-        self._reserved += got - need
+        self._reserved += got - need - have + held
         self._taken += got
         self.held[slot] = blocks_total
         if self._tables is not None:
@@ -267,6 +265,7 @@ class KVCache:
             group.clear()
         self.held[slot] = self._committed[slot] = 0
         self._active -= 1
+        self._ahead = self.reserve_blocks
 
     # ---------------------------------------------------------------- making room
 
@@ -323,23 +322,24 @@ class KVCache:
     # ---------------------------------------------------------------- pages
 
     def _take(self, slot: int, need: int, ahead: int) -> int:
-        """Append `need` blocks (and up to `ahead` more) to a slot's row; how many were appended."""
+        """Append `need` blocks (and up to `ahead` more) to a slot's row; how many were, 0 if short."""
         row = self._rows[slot]
-        if len(self._groups_of) == 1:
-            ((cls, groups),) = self._groups_of.items()
-            n = len(groups)
+        if self._only is not None:
+            cls, n = self._only
             pages = self.allocator.take(cls, need * n, slot, ahead=ahead * n, unit=n)
-            assert not isinstance(pages, Shortage)
+            if isinstance(pages, Shortage):
+                return 0
             if n == 1:
                 row[0] += pages
-            else:
-                for group in groups:
-                    row[group] += pages[group::n]
+                return len(pages)
+            for group in range(n):
+                row[group] += pages[group::n]
             return len(pages) // n
+        if self.allocator.obtainable_together(self._each) < need:
+            return 0
         taken: dict[int, list[int]] = {}
         got = need + ahead
-        for cls, groups in self._groups_of.items():
-            n = len(groups)
+        for cls, n in self._each.items():
             pages = self.allocator.take(cls, need * n, slot, ahead=(got - need) * n, unit=n)
             assert not isinstance(pages, Shortage)
             taken[cls] = pages

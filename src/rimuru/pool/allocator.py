@@ -44,12 +44,17 @@ class Counts:
 
 
 class _Holding:
-    """What one owner holds of a class, by parent. None stands for every page of that parent."""
+    """What one owner holds of a class, by parent.
 
-    __slots__ = ("parts", "tail")
+    Parents held whole are only listed in `whole`, and nowhere else in the books, until something
+    other than `give_all` concerns the owner (`_settle`): bulk work then costs little a parent.
+    """
+
+    __slots__ = ("parts", "tail", "whole")
 
     def __init__(self) -> None:
-        self.parts: dict[int, set[int] | None] = {}
+        self.whole: list[int] = []
+        self.parts: dict[int, set[int]] = {}
         self.tail = _ROOT - 1  # the parent taken from last
 
 
@@ -57,8 +62,8 @@ class _Level:
     """One page class at work."""
 
     __slots__ = (
-        "buckets", "children", "filled", "free", "held", "index", "kind", "limit", "name", "parent",
-        "per", "span", "split", "stride", "used",
+        "buckets", "children", "cut", "filled", "free", "held", "index", "kind", "limit", "limited", "name",
+        "pages", "parent", "per", "span", "split", "stride", "used",
     )  # fmt: skip
 
     def __init__(
@@ -70,7 +75,9 @@ class _Level:
         self.span = stride * per  # grains of a parent that are used
         self.parent = parent
         self.children: list[_Level] = []
-        self.split: dict[int, set[int]] = {}  # parent -> its free pages
+        self.split: dict[int, set[int]] = {}  # parent -> its free pages; those held whole are not here
+        self.pages: dict[int, tuple[int, ...]] = {}  # parent -> all its pages, made on first use
+        self.cut = 0  # parents cut for this level, those held whole included
         # Open parents by how many free pages they have, and a bit for each bucket that is not empty.
         self.buckets: list[dict[int, None]] = [{} for _ in range(per)] if parent else []
         self.filled = 0
@@ -78,6 +85,7 @@ class _Level:
         self.used = 0  # pages held by owners
         self.held: dict[Hashable, _Holding] = {}
         self.limit: int | None = None
+        self.limited = False  # by `limit` or its kind's
 
     def file(self, parent: int, before: int, after: int) -> None:
         """Move a parent from one bucket to another; 0 and `per` are no buckets."""
@@ -92,9 +100,16 @@ class _Level:
             self.buckets[after][parent] = None
             self.filled |= 1 << after
 
-    def pages_of(self, parent: int) -> range:
+    def range_of(self, parent: int) -> range:
         first = 0 if parent == _ROOT else parent
         return range(first, first + self.span, self.stride)
+
+    def pages_of(self, parent: int) -> tuple[int, ...]:
+        """All pages of a parent; the same int objects every time, which saves making them."""
+        pages = self.pages.get(parent)
+        if pages is None:
+            pages = self.pages[parent] = tuple(self.range_of(parent))
+        return pages
 
 
 class Allocator:
@@ -127,7 +142,7 @@ class Allocator:
                 parent.children.append(level)
             self._levels.append(level)
         root = self._levels[0]
-        root.split[_ROOT] = set(root.pages_of(_ROOT))
+        root.split[_ROOT] = set(root.range_of(_ROOT))
         root.free = roots
         self._kind_limits: dict[Kind, int] = {}
         self._by_kind = {k: [lv for lv in self._levels if lv.kind == k] for k in Kind}
@@ -167,7 +182,7 @@ class Allocator:
         holding = level.held.get(owner)
         if holding is None:
             return 0
-        return sum(level.per if pages is None else len(pages) for pages in holding.parts.values())
+        return len(holding.whole) * level.per + sum(map(len, holding.parts.values()))
 
     def counts(self, kind: Kind) -> Counts:
         """Pages of a kind, over all its classes."""
@@ -175,7 +190,7 @@ class Allocator:
         return Counts(
             sum(lv.used for lv in levels),
             sum(lv.free for lv in levels),
-            sum(len(lv.split) for lv in levels if lv.parent is not None),
+            sum(lv.cut for lv in levels),
         )
 
     def whole_free(self) -> int:
@@ -197,6 +212,8 @@ class Allocator:
             self._kind_limits.pop(target, None)
         else:
             self._kind_limits[target] = pages
+        for level in self._levels:
+            level.limited = level.limit is not None or level.kind in self._kind_limits
 
     # ---------------------------------------------------------------- taking
 
@@ -210,65 +227,64 @@ class Allocator:
         The list is then longer than `n`. Raises ValueError for a negative count.
         """
         level = self._levels[cls]
-        if n < 0 or ahead < 0:
+        if n < 1 or ahead < 0:
+            if n == 0:
+                return []
             raise ValueError(f"cannot take {n} pages ({ahead} ahead)")
-        room = min(self._room(level), self._allowed(level))
-        if n > room:
-            return Shortage(max(0, room))
-        if n == 0:
-            return []
-        ahead = min(ahead, room - n)
+        room = self._room(level)
+        if level.limited:
+            room = min(room, self._allowed(level))
+        if n + ahead > room:
+            if n > room:
+                return Shortage(max(0, room))
+            ahead = room - n
         holding = level.held.get(owner)
         if holding is None:
             holding = _Holding()
             if owner is not None:
                 level.held[owner] = holding
-        parts, split, per = holding.parts, level.split, level.per
-        pages: list[int] = []
-        need = n
         tail = holding.tail
-        if split.get(tail):
-            pages = self._draw(level, tail, need, ahead, unit, parts)
-            need -= len(pages)
-        if need >= per and level.parent is not None:
-            whole = self._whole_parents(level, need // per)
-            for parent in whole:
-                split[parent] = _FULL
-                parts[parent] = None
-                pages += range(parent, parent + level.span, level.stride)
+        pages = self._draw(level, holding, tail, n, ahead, unit) if level.split.get(tail) else []
+        need = n - len(pages)
+        if need > 0 and level.parent is not None:
+            whole, rest = divmod(need, level.per)
+            if rest and rest + ahead >= level.per and not (level.per - rest) % unit:
+                whole += 1  # what is asked for ahead is all that a new parent would have left
             if whole:
-                tail = whole[-1]
-                need -= len(whole) * per
+                parents = self._new_parents(level, whole)
+                for parent in parents:
+                    pages += level.pages_of(parent)
+                if parents:
+                    holding.whole += parents
+                    holding.tail = parents[-1]
+                need = n - len(pages)
         while need > 0:
-            tail = self._choose(level, need)
-            got = self._draw(level, tail, need, ahead, unit, parts)
-            pages += got
-            need -= len(got)
-        holding.tail = tail
+            pages += self._draw(level, holding, self._choose(level, need, ahead), need, ahead, unit)
+            need = n - len(pages)
         level.used += len(pages)
         return pages
 
-    def _choose(self, level: _Level, need: int) -> int:
-        """The parent to draw from: best fit among the open ones, a new one, else the emptiest open one."""
+    def _choose(self, level: _Level, need: int, ahead: int) -> int:
+        """The parent to draw from: an open one with room for all, a new one, an open one with room
+        for what is needed, the emptiest open one. Among equals the fullest."""
         if level.parent is None:
             return _ROOT
-        enough = level.filled >> need << need if need < level.per else 0
-        if enough:
-            bucket = (enough & -enough).bit_length() - 1
-            return next(reversed(level.buckets[bucket]))
-        fresh = self._whole_parents(level, 1)
-        if fresh:
-            parent = fresh[0]
-            level.split[parent] = set(level.pages_of(parent))
-            level.free += level.per
-            return parent
-        bucket = level.filled.bit_length() - 1
-        return next(reversed(level.buckets[bucket]))
+        filled = level.filled
+        for want in (need + ahead, need):
+            enough = filled >> want << want if want < level.per else 0
+            if enough:
+                return next(reversed(level.buckets[(enough & -enough).bit_length() - 1]))
+            if want == need + ahead:
+                for parent in self._new_parents(level, 1):
+                    level.split[parent] = set(level.pages_of(parent))
+                    level.free += level.per
+                    return parent
+        return next(reversed(level.buckets[filled.bit_length() - 1]))
 
     def _draw(
-        self, level: _Level, parent: int, need: int, ahead: int, unit: int, parts: dict[int, set[int] | None]
+        self, level: _Level, holding: _Holding, parent: int, need: int, ahead: int, unit: int
     ) -> list[int]:
-        """Take up to `need` pages (and some ahead) of one split parent into a holding's parts."""
+        """Take up to `need` pages (and some ahead) of one split parent into a holding."""
         free = level.split[parent]
         before = len(free)
         n = need
@@ -286,23 +302,31 @@ class Allocator:
             drawn = set(pages)
         level.free -= n
         level.file(parent, before, before - n)
-        mine = parts.get(parent)
+        mine = holding.parts.get(parent)
         if mine is None:
-            parts[parent] = drawn
+            holding.parts[parent] = drawn
         else:
             mine |= drawn
+        holding.tail = parent
         return pages
 
-    def _whole_parents(self, level: _Level, n: int) -> list[int]:
+    def _new_parents(self, level: _Level, n: int) -> list[int]:
         """Up to `n` pages of the parent level, to be cut for `level`. They belong to no owner."""
         source = level.parent
         assert source is not None
+        if source.parent is None:
+            n = min(n, source.free)
+            source.free -= n
+            level.cut += n
+            pop = source.split[_ROOT].pop
+            return [pop() for _ in range(n)]
         n = min(n, self._room(source))
+        level.cut += n
+        nobody = _Holding()
         pages: list[int] = []
         while len(pages) < n:
             # One at a time is fullest first: what is nearly full fills up, so that the rest can merge.
-            parent = self._choose(source, 1)
-            pages += self._draw(source, parent, n - len(pages), 0, 1, {})
+            pages += self._draw(source, nobody, self._choose(source, 1, 0), n - len(pages), 0, 1)
         return pages
 
     # ---------------------------------------------------------------- giving back
@@ -325,17 +349,26 @@ class Allocator:
                 mine.add(page)
         n = len(pages)
         holding = level.held.get(owner)
+        if holding is not None:
+            self._settle(level, holding)
+        else:
+            for child in level.children:  # so that a page that is cut is known to be
+                for other in child.held.values():
+                    self._settle(child, other)
         if n != sum(map(len, by_parent.values())):
             page = next(p for i, p in enumerate(pages) if p in pages[:i])
             raise DoubleFreeError(f"page {page} is in the list twice (owner {owner!r})", page, owner)
         for parent, mine in by_parent.items():
             if not self._may_give(level, parent, mine, owner, holding):
                 raise self._diagnosis(level, parent, mine, owner, holding)
-        for parent, mine in by_parent.items():
-            if holding is not None:
-                self._unhold(level, holding, parent, mine)
-        if holding is not None and not holding.parts:
-            del level.held[owner]
+        if holding is not None:
+            for parent, mine in by_parent.items():
+                held = holding.parts[parent]
+                held -= mine
+                if not held:
+                    del holding.parts[parent]
+            if not holding.parts:
+                del level.held[owner]
         level.used -= n
         self._put_back(level, by_parent)
 
@@ -345,27 +378,29 @@ class Allocator:
         holding = level.held.pop(owner, None)
         if holding is None:
             return 0
-        before = level.used
-        whole = []
-        some: dict[int, set[int]] = {}
-        for parent, pages in holding.parts.items():
-            if pages is None:
-                whole.append(parent)
-            else:
-                some[parent] = pages
-                level.used -= len(pages)
-        if whole:
-            split = level.split
-            for parent in whole:
-                del split[parent]
-            level.used -= len(whole) * level.per
-            self._merge(level, whole)
-        self._put_back(level, some)
-        return before - level.used
+        n = len(holding.whole) * level.per + sum(map(len, holding.parts.values()))
+        level.used -= n
+        if holding.whole:
+            self._merge(level, holding.whole)
+        if holding.parts:
+            self._put_back(level, holding.parts)
+        return n
 
     def disown(self, cls: int, owner: Hashable) -> None:
         """The pages of `owner` stay taken but belong to nobody; `give(..., None)` returns them."""
-        self._levels[cls].held.pop(owner, None)
+        level = self._levels[cls]
+        holding = level.held.pop(owner, None)
+        if holding is not None:
+            self._settle(level, holding)
+
+    @staticmethod
+    def _settle(level: _Level, holding: _Holding) -> None:
+        """Enter parents held whole into the books like any other."""
+        if holding.whole:
+            level.split.update(dict.fromkeys(holding.whole, _FULL))
+            for parent in holding.whole:
+                holding.parts[parent] = set(level.pages_of(parent))
+            holding.whole = []
 
     def _parent_of(self, level: _Level, page: int) -> int:
         if level.parent is None:
@@ -385,17 +420,14 @@ class Allocator:
         level: _Level, parent: int, pages: set[int], owner: Hashable, holding: _Holding | None
     ) -> bool:
         if holding is not None:
-            if parent not in holding.parts:
-                return False
-            mine = holding.parts[parent]
-            if mine is not None:
-                return pages <= mine  # what is held is taken, uncut and of this class
-        elif owner is not None:
+            # What is held is taken, uncut and of this class.
+            return pages <= holding.parts.get(parent, _FULL)
+        if owner is not None:
             return False
         free = level.split.get(parent)
         if free is None or not free.isdisjoint(pages):
             return False
-        valid = level.pages_of(parent)
+        valid = level.range_of(parent)
         for page in pages:
             if page not in valid:
                 return False
@@ -410,7 +442,7 @@ class Allocator:
         mine = _FULL if holding is None else holding.parts.get(parent, _FULL)
         for page in sorted(pages):
             who = f"(class {level.name}, owner {owner!r})"
-            if page not in level.pages_of(parent):
+            if page not in level.range_of(parent):
                 return WrongKindError(f"page {page} is no page of this class {who}", page, owner)
             if free is None:
                 return WrongKindError(f"page {page} lies in nothing cut for this class {who}", page, owner)
@@ -418,18 +450,9 @@ class Allocator:
                 return DoubleFreeError(f"page {page} is free already {who}", page, owner)
             if any(page in child.split for child in level.children):
                 return WrongKindError(f"page {page} is cut into smaller pages {who}", page, owner)
-            if owner is not None and mine is not None and page not in mine:
+            if owner is not None and page not in mine:
                 return ForeignPageError(f"page {page} is not held by its giver {who}", page, owner)
         raise AssertionError("refused without a reason")
-
-    @staticmethod
-    def _unhold(level: _Level, holding: _Holding, parent: int, pages: set[int]) -> None:
-        mine = holding.parts[parent]
-        left = (set(level.pages_of(parent)) if mine is None else mine) - pages
-        if left:
-            holding.parts[parent] = left
-        else:
-            del holding.parts[parent]
 
     def _put_back(self, level: _Level, by_parent: Mapping[int, set[int]]) -> None:
         """Make pages free again, without questions; merge the parents that become whole."""
@@ -457,6 +480,7 @@ class Allocator:
         """Hand whole parents back to the level they were cut from."""
         source = level.parent
         assert source is not None
+        level.cut -= len(parents)
         if source.parent is None:
             source.split[_ROOT].update(parents)
             source.free += len(parents)
@@ -470,9 +494,12 @@ class Allocator:
 
     def _room(self, level: _Level) -> int:
         """Pages free or obtainable by cutting, limits on holding aside."""
-        if level.parent is None:
-            return level.free
-        return level.free + level.per * self._room(level.parent)
+        room, each, up = level.free, level.per, level.parent
+        while up is not None:
+            room += each * up.free
+            each *= up.per
+            up = up.parent
+        return room
 
     def _allowed(self, level: _Level) -> int:
         """Pages the limits still allow; negative where more are held."""
@@ -509,46 +536,42 @@ class Allocator:
 
         require(not _FULL, "the shared empty set was written to")
         for level in self._levels:
-            name = level.name
-            free = out = 0
+            name, up = level.name, level.parent
             filed = {p: n for n, b in enumerate(level.buckets) for p in b}
             bits = sum(1 << n for n, b in enumerate(level.buckets) if b)
             require(bits == level.filled, f"{name}: bucket bits differ from buckets")
             owned: dict[int, set[int]] = {}
             for owner, holding in level.held.items():
-                for parent, pages in holding.parts.items():
-                    require(parent in level.split, f"{name}: {owner!r} holds pages of uncut parent {parent}")
-                    mine = set(level.pages_of(parent)) if pages is None else pages
+                for parent, mine in (
+                    *((p, set(level.range_of(p))) for p in holding.whole), *holding.parts.items()
+                ):  # fmt: skip
                     seen = owned.setdefault(parent, set())
                     require(bool(mine), f"{name}: {owner!r} holds an empty part of {parent}")
                     require(not seen & mine, f"{name}: pages {sorted(seen & mine)} have two owners")
                     seen |= mine
-            for parent, pages in level.split.items():
-                valid = set(level.pages_of(parent))
-                require(pages <= valid, f"{name}: parent {parent} lists foreign pages")
-                if parent != _ROOT:
+            whole = [p for holding in level.held.values() for p in holding.whole]
+            require(not any(p in level.split for p in whole), f"{name}: a parent held whole is listed twice")
+            cut = {**level.split, **dict.fromkeys(whole, _FULL)}
+            require(owned.keys() <= cut.keys(), f"{name}: pages of uncut parents have owners")
+            for parent, pages in cut.items():
+                require(pages <= set(level.range_of(parent)), f"{name}: parent {parent} lists foreign pages")
+                require(not pages & owned.get(parent, set()), f"{name}: free pages of {parent} have an owner")
+                if up is not None:
                     require(len(pages) < level.per, f"{name}: parent {parent} is whole but not merged")
                     require(filed.get(parent, 0) == len(pages), f"{name}: parent {parent} is misfiled")
-                    up = level.parent
-                    assert up is not None
                     home = self._parent_of(up, parent)
                     require(
                         home in up.split and parent not in up.split[home],
                         f"{name}: cut parent {parent} counts as free one level up",
                     )
-                    held = any(
-                        home in h.parts and (h.parts[home] is None or parent in (h.parts[home] or ()))
-                        for h in up.held.values()
+                    require(
+                        not any(parent in h.parts.get(home, ()) or home in h.whole for h in up.held.values()),
+                        f"{name}: cut parent {parent} has an owner one level up",
                     )
-                    require(not held, f"{name}: cut parent {parent} has an owner one level up")
-                require(not pages & owned.get(parent, set()), f"{name}: free pages of {parent} have an owner")
-                free += len(pages)
-                out += (self.roots if parent == _ROOT else level.per) - len(pages)
-            require(len(filed) == sum(1 for p, f in level.split.items() if f and p != _ROOT),
-                    f"{name}: a bucket lists a parent that is not open")  # fmt: skip
+            require(filed.keys() <= cut.keys(), f"{name}: a bucket lists a parent that is not cut")
+            free = sum(map(len, cut.values()))
             require(free == level.free, f"{name}: {free} pages are free, {level.free} counted")
-            cut = sum(len(child.split) for child in level.children)
-            require(out - cut == level.used, f"{name}: {out - cut} pages are used, {level.used} counted")
-            require(
-                sum(map(len, owned.values())) <= level.used, f"{name}: more pages have owners than are used"
-            )
+            require(up is None or len(cut) == level.cut, f"{name}: {len(cut)} parents, {level.cut} counted")
+            used = len(cut) * level.per - free - sum(child.cut for child in level.children)
+            require(used == level.used, f"{name}: {used} pages are used, {level.used} counted")
+            require(sum(map(len, owned.values())) <= used, f"{name}: more pages have owners than are used")
