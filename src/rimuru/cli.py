@@ -12,7 +12,6 @@ import importlib
 import pkgutil
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
 from rimuru import __version__
@@ -24,7 +23,6 @@ COMMANDS = {
     "chat": ("rimuru.server.chat", "talk to a running server"),
     "plan": ("rimuru.engine.plan_cli", "where every byte would go, without loading weights"),
 }
-DEMO = "demo"  # this name, where no folder has it, is the model that `make demo` builds
 
 
 class Parser(argparse.ArgumentParser):
@@ -99,8 +97,6 @@ def _dispatch(arguments: list[str]) -> int:
             print(f"rimuru: {note}", file=sys.stderr)
         if unknown:
             parser.refuse(unknown)
-    if getattr(args, "model", None) == DEMO and not Path(DEMO).exists():
-        _use_demo(args)
     return module.run(args)
 
 
@@ -108,14 +104,6 @@ def _dashed(argument: str) -> str:
     """`--max_model_len` is `--max-model-len`, as vLLM has it."""
     flag, equals, value = argument.partition("=")
     return flag.replace("_", "-") + equals + value if flag.startswith("--") else argument
-
-
-def _use_demo(args: argparse.Namespace) -> None:
-    from rimuru.demo.build import ensure_demo
-
-    args.model = str(ensure_demo())
-    if getattr(args, "served_model_name", "") is None:
-        args.served_model_name = [DEMO]
 
 
 def _benchmarks() -> list[str]:

@@ -142,14 +142,18 @@ def _need_server_extra() -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket, or `ConfigError` saying why there is none."""
+    """A socket that holds the address, or `ConfigError`. It listens, and is not refused, once served."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        return socket.create_server((host, port), family=family, backlog=2048)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
     except OSError as exc:
+        listener.close()
         raise ConfigError(
             f"--host {host} --port {port}: {exc.strerror}; choose another port, or 0 for a free one"
         ) from None
+    return listener
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
@@ -236,8 +240,6 @@ async def _serve(
     await client.start()
     try:
         info = client.info
-        if info.plan:
-            print(info.plan, file=sys.stderr, flush=True)
         settings.default_sampling = generation_defaults(
             args.generation_config, info.model_path, args.override_generation_config
         )
