@@ -1,9 +1,10 @@
 """Rates of the CPU back end and of its torch twin, in one run, on the demo model's shapes.
 
-    python benchmarks/cpu_kernels.py [--layers 30] [--threads 2] [--no-twin]
+    python benchmarks/cpu_kernels.py [--layers 30] [--threads 2] [--seconds 1] [--no-twin]
 
 Every layer has its own weights, so that a decode step reads them from memory and not from a cache.
-Times are the best of several passes; "step" adds up every kernel of one decode step (no sampling).
+Times are the best of several passes. A decode step is every kernel of one (no sampling, no engine);
+its bytes count the dense weights only.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -54,7 +56,18 @@ class Demo:
         starts = torch.arange(streams + 1, dtype=torch.int32)
         return StepMeta(last, every, starts, every, last + 1, 1, CONTEXT)
 
-    def step(self, ops: ModuleType, x: torch.Tensor, meta: StepMeta) -> torch.Tensor:
+    def qkv_layers(self, x: torch.Tensor, ops: ModuleType) -> None:
+        for weight in self.qkv:
+            ops.linear(x, weight)
+
+    def moe_layers(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, ops: ModuleType) -> None:
+        for table in self.table:
+            ops.moe(x, ids, weights, table, self.layout)
+
+    def logits(self, x: torch.Tensor, ops: ModuleType) -> torch.Tensor:
+        return ops.linear(x, self.head)
+
+    def step(self, x: torch.Tensor, meta: StepMeta, ops: ModuleType) -> torch.Tensor:
         residual = None
         for i in range(self.layers):
             view = KVView(self.pool, self.pages, i, self.kv)
@@ -67,23 +80,33 @@ class Demo:
         return ops.linear(ops.rms_norm(x, self.norm, 1e-5, residual)[0], self.head)
 
 
-def best(call: Callable[[], object], seconds: float = 1.0, least: int = 3) -> float:
+def best(call: Callable[[], object], seconds: float) -> float:
     """Seconds of the fastest call."""
     call()
     times: list[float] = []
     stop = time.perf_counter() + seconds
-    while len(times) < least or time.perf_counter() < stop:
+    while len(times) < 3 or time.perf_counter() < stop:
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)
     return min(times)
 
 
-def report(what: str, seconds: dict[str, float], nbytes: float, flop: float, note: str = "") -> None:
-    columns = [f"{s * 1e3:9.3f} ms {nbytes / s / 1e9:6.1f} GB/s {flop / s / 1e9:7.1f} GFLOP/s" for s in seconds.values()]
-    times = list(seconds.values())
-    ratio = f"  x{times[1] / times[0]:.1f}" if len(times) > 1 else ""
-    print(f"{what:34}{'  |'.join(columns)}{ratio}{note}", flush=True)
+class Table:
+    """One row a case, one column a back end."""
+
+    def __init__(self, sides: list[ModuleType], repeats: int, seconds: float) -> None:
+        self.sides, self.repeats, self.seconds = sides, repeats, seconds
+
+    def row(self, what: str, call: Callable[..., object], tokens: int, nbytes: int, macs: int) -> None:
+        """`call(side)` runs the case `repeats` times; the counts are of one."""
+        times = [best(partial(call, side), self.seconds) / self.repeats for side in self.sides]
+        cells = [
+            f"{t * 1e3:8.3f} ms {nbytes / t / 1e9:5.1f} GB/s {2 * macs / t / 1e9:6.1f} GFLOP/s"
+            f" {tokens / t:8.0f} tok/s"
+            for t in times
+        ]
+        print(f"{what:26}{' |'.join(cells)}  x{times[-1] / times[0]:.1f}", flush=True)
 
 
 def main() -> None:
@@ -91,38 +114,37 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--seconds", type=float, default=1.0, help="least time spent on each cell")
     parser.add_argument("--no-twin", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    dtype = getattr(torch, args.dtype)
-    demo = Demo(args.layers, 16, dtype)
-    sides: dict[str, ModuleType] = {"cpu": cpu} if args.no_twin else {"cpu": cpu, "twin": reference}
-    print(f"{args.dtype}, {args.threads} threads, {args.layers} layers; columns: {', '.join(sides)}")
-    size = dtype.itemsize
+    dtype, layers = getattr(torch, args.dtype), args.layers
+    demo, size = Demo(layers, 16, dtype), dtype.itemsize
+    sides = [cpu] if args.no_twin else [cpu, reference]
+    names = ", ".join(side.__name__.rsplit(".", 1)[1] for side in sides)
+    print(f"{args.dtype}, {args.threads} threads, {layers} layers; columns: {names}; last: ratio")
 
+    def hidden(m: int) -> torch.Tensor:
+        return torch.randn(m, HIDDEN).to(dtype)
+
+    table, once = Table(sides, layers, args.seconds), Table(sides, 1, args.seconds)
     for m in (1, 4, 16, 64, 512):
-        x = torch.randn(m, HIDDEN).to(dtype)
-        seconds = {n: best(lambda: [o.linear(x, w) for w in demo.qkv]) / args.layers for n, o in sides.items()}  # noqa: B023
-        report(f"linear {m} x {HIDDEN} x {QKV}", seconds, QKV * HIDDEN * size, 2 * m * QKV * HIDDEN)
+        x, macs = hidden(m), QKV * HIDDEN
+        table.row(f"linear {m}x{HIDDEN}x{QKV}", partial(demo.qkv_layers, x), m, macs * size, m * macs)
     for m in (1, 16):
-        x = torch.randn(m, HIDDEN).to(dtype)
-        seconds = {n: best(lambda: o.linear(x, demo.head)) for n, o in sides.items()}  # noqa: B023
-        report(f"linear {m} x {HIDDEN} x {VOCAB}", seconds, VOCAB * HIDDEN * size, 2 * m * VOCAB * HIDDEN)
+        x, macs = hidden(m), VOCAB * HIDDEN
+        once.row(f"linear {m}x{HIDDEN}x{VOCAB}", partial(demo.logits, x), m, macs * size, m * macs)
     for m in (1, 4, 16, 64, 512):
-        x = torch.randn(m, HIDDEN).to(dtype)
         weights, ids = reference.route(torch.randn(m, EXPERTS), TOP_K)
-        seconds = {
-            n: best(lambda: [o.moe(x, ids, weights, t, demo.layout) for t in demo.table]) / args.layers  # noqa: B023
-            for n, o in sides.items()
-        }
-        expert = 3 * HIDDEN * INTER
-        report(f"moe {m} tokens", seconds, len(ids.unique()) * expert * size, 2 * m * TOP_K * expert)
+        macs, read = 3 * HIDDEN * INTER, len(ids.unique())
+        experts = partial(demo.moe_layers, hidden(m), ids, weights)
+        table.row(f"moe {m} tokens, {read} experts", experts, m, read * macs * size, m * TOP_K * macs)
     for m in (1, 4, 16):
-        x, meta = torch.randn(m, HIDDEN).to(dtype), demo.meta(m)
-        seconds = {n: best(lambda: demo.step(o, x, meta), 2.0) for n, o in sides.items()}  # noqa: B023
-        rates = " / ".join(f"{m / s:.0f}" for s in seconds.values())
-        print(f"decode step, {m:2} streams: {', '.join(f'{s * 1e3:.1f} ms' for s in seconds.values())} = {rates} tokens/s")
+        dense = layers * (QKV + HIDDEN + EXPERTS) * HIDDEN + VOCAB * HIDDEN
+        macs = m * (dense + layers * TOP_K * 3 * HIDDEN * INTER)
+        step = partial(demo.step, hidden(m), demo.meta(m))
+        once.row(f"decode step, {m} streams", step, m, dense * size, macs)
 
 
 if __name__ == "__main__":

@@ -84,10 +84,21 @@ def test_two_processes_may_compile_at_once_and_share_torchs_threads(tmp_path):
 
 
 @have_compiler
+def test_a_damaged_library_is_compiled_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "FLAGS", [*build.FLAGS, "-O0"])
+    library = build._library()
+    library.write_bytes(b"")
+    assert build.load() is not None
+    assert library.stat().st_size > 0
+
+
+@have_compiler
 def test_a_read_only_cache_does_not_prevent_compiling(tmp_path, monkeypatch):
     blocker = tmp_path / "file"
     blocker.touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocker))
+    monkeypatch.setattr(build, "FLAGS", [*build.FLAGS, "-O0"])
     assert build.load() is not None
 
 

@@ -16,6 +16,7 @@ import logging
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -40,6 +41,11 @@ def load() -> tuple[ctypes.CDLL, ctypes.PyDLL] | None:
         raise ValueError(f"RIMURU_CPU_KERNELS={choice!r} is neither 'auto' nor 'torch'")
     try:
         path = _library()
+        try:
+            ctypes.CDLL(str(path))
+        except OSError:  # a machine that crashed while writing leaves an empty file
+            path.unlink()
+            path = _library()
         return ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or error
@@ -54,33 +60,38 @@ def load() -> tuple[ctypes.CDLL, ctypes.PyDLL] | None:
 def _library() -> Path:
     """Path of the shared library for this machine, compiled if it is not in the cache."""
     compiler = _compiler()
-    flags = FLAGS + (["-fopenmp"] if _share_openmp_runtime() else [])
-    version = _run([compiler, "--version"])
-    key = "\0".join([compiler, version, *flags, _cpu_features()]).encode() + SOURCE.read_bytes()
+    version = _run([*compiler, "--version"])
+    entry = "__kmpc_fork_call" if "clang" in version else "GOMP_parallel"
+    flags = FLAGS + (["-fopenmp"] if _share_openmp_runtime(entry) else [])
+    key = "\0".join([*compiler, version, *flags, _cpu_features()]).encode() + SOURCE.read_bytes()
     name = f"cpu-{hashlib.blake2b(key, digest_size=12).hexdigest()}.so"
     folder = _cache_folder()
     if (folder / name).is_file():
         return folder / name
     with tempfile.TemporaryDirectory(prefix=".build-", dir=folder) as build:
         # Linked without -fopenmp: that would load a second OpenMP runtime beside torch's, and the two
-        # thread pools would fight for the cores. The GOMP symbols resolve to the one already loaded.
+        # thread pools would fight for the cores. Its symbols resolve to the one already loaded.
         made = f"{build}/kernels"
-        _run([compiler, *flags, "-c", str(SOURCE), "-o", f"{made}.o"])
-        _run([compiler, "-shared", f"{made}.o", "-o", f"{made}.so", "-lm"])
+        _run([*compiler, *flags, "-c", str(SOURCE), "-o", f"{made}.o"])
+        _run([*compiler, "-shared", f"{made}.o", "-o", f"{made}.so", "-lm"])
         os.replace(f"{made}.so", folder / name)  # atomic: another process may be doing the same
     return folder / name
 
 
-def _compiler() -> str:
+def _compiler() -> list[str]:
     names = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
     for name in names:
-        if found := shutil.which(name):
-            return found
+        program, *options = shlex.split(name)
+        if found := shutil.which(program):
+            return [found, *options]
     raise FileNotFoundError(f"no C compiler: looked for {', '.join(names)}")
 
 
-def _share_openmp_runtime() -> bool:
-    """Make the symbols of the OpenMP runtime that torch loaded visible to libraries loaded later."""
+def _share_openmp_runtime(entry: str) -> bool:
+    """Make the OpenMP runtime that torch loaded visible to libraries loaded later, if it has `entry`.
+
+    A runtime without the compiler's entry point would not resolve; the kernels then use one thread.
+    """
     torch.get_num_threads()
     try:
         maps = Path("/proc/self/maps").read_text()
@@ -89,7 +100,7 @@ def _share_openmp_runtime() -> bool:
     found = re.search(r"\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so\S*", maps)
     if found is None:
         return False
-    return hasattr(ctypes.CDLL(found.group(), mode=ctypes.RTLD_GLOBAL), "GOMP_parallel")
+    return hasattr(ctypes.CDLL(found.group(), mode=ctypes.RTLD_GLOBAL), entry)
 
 
 def _cpu_features() -> str:

@@ -850,6 +850,7 @@ int rimuru_attention(const void *q, int64_t ldq, void *out, void *pool, const in
     attention_job j = {.q = q, .out = out, .query_start = query_start, .slots = slots, .seq_lens = seq_lens,
                        .cache = {pool, table, table_stride, block, heads, dim, grain, layer, kv}, .seqs = seqs,
                        .group = q_heads / heads, .window = window, .ldq = ldq, .scale = (float)scale};
+    if (seqs == 0 || max_query == 0) return 0;
     const size_t dp = round_up(dim, KB), wanted = 32 / j.group; /* about 32 rows share each page they read */
     j.q_block = least(wanted ? wanted : 1, max_query);
     j.q_blocks = (max_query + j.q_block - 1) / j.q_block;

@@ -58,7 +58,13 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     dtype = x.dtype
-    if dtype not in _NATIVE or weight.dtype != dtype or x.dim() != 2 or not weight.is_contiguous():
+    if (
+        dtype not in _NATIVE
+        or weight.dtype != dtype
+        or (bias is not None and bias.dtype != dtype)
+        or x.dim() != 2
+        or not weight.is_contiguous()
+    ):
         return reference.linear(x, weight, bias)
     (m, k), n = x.shape, weight.shape[0]
     if weight.shape[1] != k:
@@ -135,10 +141,13 @@ def qkv_to_cache(
     eps: float = 1e-6,
 ) -> torch.Tensor:
     lay, dtype = kv.layout, qkv.dtype
-    if dtype not in _NATIVE or lay.dtype != dtype:
+    mixed = any(w is not None and w.dtype != dtype for w in (q_norm, k_norm))
+    if dtype not in _NATIVE or lay.dtype != dtype or mixed:
         return reference.qkv_to_cache(qkv, q_heads, kv, meta, rope, q_norm, k_norm, eps)
     qkv = _rows(qkv)
     tokens, dim, table = qkv.shape[0], lay.head_dim, kv.table
+    assert meta.positions.dtype is meta.token_slots.dtype is table.dtype is torch.int32
+    assert rope.dtype is torch.float32
     q = qkv.new_empty((tokens, q_heads, dim))
     norm_all = 0
     if q_norm is not None:
@@ -184,6 +193,7 @@ def attention(q: torch.Tensor, kv: KVView, meta: StepMeta, scale: float, window:
         q = q.contiguous()
     tokens, q_heads, dim = q.shape
     table = kv.table
+    assert meta.query_start.dtype is meta.slots.dtype is meta.seq_lens.dtype is table.dtype is torch.int32
     out = q.new_zeros((tokens, q_heads * dim))
     _done(
         _c["attention"](
@@ -261,6 +271,10 @@ def moe(
     if dtype not in _NATIVE or layout.dtype != dtype:
         return reference.moe(x, ids, weights, table, layout, touched)
     x, ids, weights = _rows(x), ids.contiguous(), weights.contiguous()
+    assert ids.dtype is torch.int32
+    assert weights.dtype is torch.float32
+    assert table.dtype is torch.int64
+    assert table.is_contiguous()
     tokens, hidden = x.shape
     out = x.new_empty((tokens, hidden))
     _done(
