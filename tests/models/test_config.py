@@ -144,7 +144,9 @@ def test_junk_in_any_field_is_refused_or_read_and_never_crashes(family, tmp_path
                 assert dataclasses.is_dataclass(config)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]", "null", '"x"', "\x00\xff"])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[1]", "null", '"x"', "\x00\xff", "[" * 90000], ids=lambda text: str(len(text))
+)
 def test_a_config_that_is_no_object_is_named(content, tmp_path):
     path = rewrite(tiny_checkpoint("olmoe"), tmp_path / "m")
     (path / "config.json").write_bytes(content.encode("latin-1"))

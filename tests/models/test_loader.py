@@ -230,6 +230,10 @@ def damaged(tmp_path: Path, change) -> Path:
         lambda b: b.replace(b'"F32"', b'"F16"', 1),
         lambda b: b.replace(b'"shape":[', b'"shope":[', 1),
         lambda b: (2).to_bytes(8, "little") + b"[]",
+        lambda b: (90000).to_bytes(8, "little") + b"[" * 90000,
+        lambda b: re.sub(
+            rb'"data_offsets":\[0,(\d+)', lambda m: b'"data_offsets":[0,1e' + b"9" * (len(m[1]) - 2), b
+        ),
     ],
 )
 def test_a_damaged_file_is_named(change, tmp_path):

@@ -279,7 +279,7 @@ def read_json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: must hold a JSON object, holds {type(data).__name__}")

@@ -54,7 +54,7 @@ def read_header(file: Path) -> list[StoredTensor]:
             header = json.loads(f.read(length))
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise corrupt("the header is not JSON") from None
     data, found = 8 + length, []
     try:
@@ -66,7 +66,7 @@ def read_header(file: Path) -> list[StoredTensor]:
             found.append(
                 StoredTensor(name, file, str(entry["dtype"]), shape, 8 + length + start, end - start)
             )
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
         raise corrupt("the header is not that of a safetensors file") from None
     found.sort(key=lambda t: t.start)
     at = data
