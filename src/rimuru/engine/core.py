@@ -95,7 +95,8 @@ class EngineCore:
         config.check()
         report = progress or (lambda what, share: None)
         self.config = config
-        path = resolve_model(config.model, config.revision, local=local_models())
+        weights = config.load_format != "dummy"
+        path = resolve_model(config.model, config.revision, local=local_models(), weights=weights)
         self.model_config = model = load_model_config(path)
         self.device = choose_device(config.device)
         self.dtype = choose_dtype(config.dtype, model.dtype)

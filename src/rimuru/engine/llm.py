@@ -61,7 +61,11 @@ class LLM:
         self.config = EngineConfig(model=model, **options)
         self.core = EngineCore(self.config, progress)
         self.info = self.core.info
-        self.tokenizer = load_tokenizer(self.config.tokenizer or self.info.model_path)
+        self.tokenizer = load_tokenizer(
+            self.config.tokenizer or self.info.model_path,
+            self.config.revision,
+            self.config.trust_remote_code,
+        )
         self.vocabulary = Vocabulary(self.tokenizer.backend)
         self._ids = itertools.count()
 

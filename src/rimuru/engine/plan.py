@@ -201,7 +201,7 @@ def plan_memory(
     expert_class = geometry.class_of(Kind.EXPERT)
     total = model.routed_experts
     blocks = -(-max_len // config.block_size)
-    weights = model.dense_parameters() * itemsize + positions * model.rotary_dim * 4
+    weights = model.dense_parameters() * itemsize + max_len * model.rotary_dim * 4
     workspace = workspace_bytes(model, config, itemsize)
     tables = len(geometry.groups) * config.max_num_seqs * blocks * 4 + total * 12 + GRANT * 16
     fixed = weights + workspace + tables
