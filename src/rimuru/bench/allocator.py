@@ -34,15 +34,19 @@ MIB = 1 << 20
 
 
 def plan_of(groups: int) -> Geometry:
-    """A real plan with that many layer groups: Qwen3-30B-A3B (1), Qwen1.5-MoE (2), GLM-4.5-Air's
-    sizes in an expert of 4 KV pages and a half (8)."""
+    """A plan with that many layer groups: Qwen3.5-35B-A3B's attention (1; 19 KV pages an expert),
+    Qwen1.5-MoE (2; 11), and its eight groups of three layers (8; 32), each in bf16."""
     if groups == 1:
-        spec = PoolSpec((AttentionKind("full", tuple(range(48)), 2048),), expert_bytes=9 * MIB)
+        attention: tuple[AttentionKind, ...] = (AttentionKind("full", tuple(range(10)), 2048),)
+        spec = PoolSpec(attention, expert_bytes=6 * MIB)
     elif groups == 2:
         spec = PoolSpec((AttentionKind("full", tuple(range(24)), 8192),), expert_bytes=33 * MIB // 2)
     else:
-        kinds = tuple(AttentionKind(f"kind{i}", tuple(range(6 * i, 6 * i + 6)), 4096) for i in range(groups))
-        spec = PoolSpec(kinds, expert_bytes=12 * MIB)
+        layers = 24 // groups
+        attention = tuple(
+            AttentionKind(f"part{i}", tuple(range(layers * i, layers * (i + 1))), 8192) for i in range(groups)
+        )
+        spec = PoolSpec(attention, expert_bytes=99 * MIB // 8)
     plan = plan_geometry(spec)
     assert len(plan.groups) == groups, plan.describe()
     return plan

@@ -66,7 +66,7 @@ class KVCache:
         max_blocks: int,
         tables: RowWriter | None = None,
         prefix_caching: bool = True,
-        reserve_blocks: int = 8,
+        reserve_blocks: int = 32,
         track_freed: bool = False,
     ):
         if not group_classes or slots < 1 or max_blocks < 1 or block_tokens < 1:
@@ -90,7 +90,7 @@ class KVCache:
         self._only = next(iter(self._each.items())) if len(self._each) == 1 else None
         self._ahead = reserve_blocks
         self._active = 0  # slots that hold anything
-        self._reserved = 0
+        self._room = [0] * slots  # blocks in a slot's row, those reserved ahead included
         self._taken = 0  # blocks whose pages are out of the allocator
         self._by_key: dict[bytes, _Published] = {}
         self._published: dict[int, _Published] = {}  # by the first group's page
@@ -101,7 +101,11 @@ class KVCache:
 
     def free_blocks(self) -> int:
         """Blocks that can be taken now without evicting anything, reserved ones included."""
-        return self.allocator.obtainable_together(self._each) + self._reserved
+        return self.allocator.obtainable_together(self._each) + self.reserved_blocks()
+
+    def reserved_blocks(self) -> int:
+        """Blocks taken ahead for the growth of running requests."""
+        return sum(self._room) - sum(self.held)
 
     def evictable_blocks(self) -> int:
         """Blocks that hold a cached prefix nobody reads."""
@@ -113,8 +117,8 @@ class KVCache:
 
     def counts(self) -> BlockCounts:
         """Blocks by state, for gauges."""
-        idle = len(self._idle)
-        return BlockCounts(self._taken - idle - self._reserved, idle, self._reserved, self.free_blocks())
+        idle, reserved = len(self._idle), self.reserved_blocks()
+        return BlockCounts(self._taken - idle - reserved, idle, reserved, self.free_blocks())
 
     def row(self, slot: int, group: int = 0) -> list[int]:
         """The pages a slot uses, in order (a copy)."""
@@ -148,7 +152,7 @@ class KVCache:
             block.users += 1
         for group, pages in enumerate(row):
             pages += [block.pages[group] for block in blocks]
-        self.held[slot] = self._committed[slot] = hit_blocks
+        self.held[slot] = self._room[slot] = self._committed[slot] = hit_blocks
         if blocks:
             self._active += 1
             self._write(slot, 0)
@@ -159,16 +163,18 @@ class KVCache:
         Room comes from free pages, then from what is reserved for others, then, with `evict`, from
         cached prefixes nobody reads. Raises ValueError past the length of a row.
         """
-        have, held = len(self._rows[slot][0]), self.held[slot]
+        have = self._room[slot]
         need = blocks_total - have
         if need <= 0:
-            if blocks_total > held:
-                self._reserved -= blocks_total - held
+            if blocks_total > self.held[slot]:
                 self.held[slot] = blocks_total
             return 0
         if blocks_total > self.max_blocks:
             raise ValueError(f"{blocks_total} blocks do not fit a row of {self.max_blocks}")
-        got = self._take(slot, need, min(self._ahead, self.max_blocks - blocks_total))
+        ahead = self._ahead
+        if ahead > self.max_blocks - blocks_total:
+            ahead = self.max_blocks - blocks_total
+        got = self._take(slot, need, ahead)
         if not got:
             missing = self._make_room(need, slot, evict)
             if missing:
@@ -179,8 +185,8 @@ class KVCache:
             assert got == need
         if not have:
             self._active += 1
-        self._reserved += got - need - have + held
         self._taken += got
+        self._room[slot] = have + got
         self.held[slot] = blocks_total
         if self._tables is not None:
             self._write(slot, have)
@@ -188,16 +194,16 @@ class KVCache:
 
     def grow_many(self, slots: Sequence[int], totals: Sequence[int], evict: bool = True) -> int:
         """`grow` for many slots in order, up to the first that falls short; how many have enough now."""
-        held, rows = self.held, self._rows
-        for i, slot in enumerate(slots):
-            total, now = totals[i], held[slot]
-            if total > now:
-                if total <= len(rows[slot][0]):
-                    self._reserved -= total - now
+        held, room = self.held, self._room
+        done = 0
+        for slot, total in zip(slots, totals, strict=True):
+            if total <= room[slot]:
+                if total > held[slot]:
                     held[slot] = total
-                elif self.grow(slot, total, evict):
-                    return i
-        return len(slots)
+            elif self.grow(slot, total, evict):
+                return done
+            done += 1
+        return done
 
     def commit(self, slot: int, keys: Sequence[bytes], upto_blocks: int) -> None:
         """Publish a slot's first `upto_blocks` blocks under their keys, for others to share.
@@ -230,17 +236,14 @@ class KVCache:
             raise ValueError(
                 f"slot {slot} cannot shrink to {blocks_total} blocks: {self._committed[slot]} are published"
             )
-        self._reserved -= len(self._rows[slot][0]) - self.held[slot]
         self.held[slot] = min(self.held[slot], blocks_total)
         self._cut(slot, self.held[slot])
 
     def release(self, slot: int) -> None:
         """End a slot's request. Published blocks without other users stay cached until evicted."""
-        row = self._rows[slot]
-        first = row[0]
-        if not first:
+        if not self._room[slot]:
             return
-        self._reserved -= len(first) - self.held[slot]
+        row = self._rows[slot]
         if not self._committed[slot]:
             self._free_all(slot)
         else:
@@ -263,7 +266,7 @@ class KVCache:
             self._give(None, gone)
         for group in row:
             group.clear()
-        self.held[slot] = self._committed[slot] = 0
+        self.held[slot] = self._room[slot] = self._committed[slot] = 0
         self._active -= 1
         self._ahead = self.reserve_blocks
 
@@ -292,13 +295,11 @@ class KVCache:
 
     def take_back_reserved(self, but: int | None = None) -> int:
         """Free the blocks reserved ahead for growth, except slot `but`'s; how many that were."""
-        before = self._reserved
+        before = self._taken
         for slot, held in enumerate(self.held):
-            have = len(self._rows[slot][0])
-            if have > held and slot != but:
+            if slot != but:
                 self._cut(slot, held)
-                self._reserved -= have - held
-        return before - self._reserved
+        return before - self._taken
 
     def freed(self) -> list[tuple[int, int]]:
         """(class, page) freed since the last call; needs `track_freed`. A page may be taken again."""
@@ -307,7 +308,7 @@ class KVCache:
 
     def _make_room(self, need: int, slot: int, evict: bool) -> int:
         """Free pages until `need` more blocks can be taken; blocks missing if that cannot be."""
-        spare = self._reserved - (len(self._rows[slot][0]) - self.held[slot])
+        spare = self.reserved_blocks() - (self._room[slot] - self.held[slot])
         over = max(-(-self.allocator.excess(cls) // n) for cls, n in self._each.items())
         short = need + over - self.allocator.obtainable_together(self._each)
         possible = spare + (len(self._idle) if evict else 0)
@@ -326,11 +327,14 @@ class KVCache:
         row = self._rows[slot]
         if self._only is not None:
             cls, n = self._only
-            pages = self.allocator.take(cls, need * n, slot, ahead=ahead * n, unit=n)
+            pages = self.allocator.take(cls, need * n, slot, ahead * n, n)
             if isinstance(pages, Shortage):
                 return 0
             if n == 1:
-                row[0] += pages
+                if row[0]:
+                    row[0] += pages
+                else:
+                    row[0] = pages
                 return len(pages)
             for group in range(n):
                 row[group] += pages[group::n]
@@ -340,7 +344,7 @@ class KVCache:
         taken: dict[int, list[int]] = {}
         got = need + ahead
         for cls, n in self._each.items():
-            pages = self.allocator.take(cls, need * n, slot, ahead=(got - need) * n, unit=n)
+            pages = self.allocator.take(cls, need * n, slot, (got - need) * n, n)
             assert not isinstance(pages, Shortage)
             taken[cls] = pages
             got = min(got, len(pages) // n)
@@ -354,12 +358,13 @@ class KVCache:
 
     def _cut(self, slot: int, keep: int) -> None:
         """Give back the blocks of a slot's row from `keep` on."""
-        row = self._rows[slot]
-        if keep == len(row[0]):
+        if keep == self._room[slot]:
             return
+        row = self._rows[slot]
         self._give(slot, list(zip(*(pages[keep:] for pages in row), strict=True)))
         for pages in row:
             del pages[keep:]
+        self._room[slot] = keep
         if not keep:
             self._active -= 1
 
@@ -377,7 +382,7 @@ class KVCache:
     def _free_all(self, slot: int) -> None:
         """Give back everything a slot holds when none of it is shared."""
         row = self._rows[slot]
-        self._taken -= len(row[0])
+        self._taken -= self._room[slot]
         for cls, groups in self._groups_of.items():
             self.allocator.give_all(cls, slot)
             if self._freed is not None:
@@ -399,12 +404,11 @@ class KVCache:
 
         users: dict[int, int] = {}
         private: set[int] = set()
-        reserved = active = 0
+        active = 0
         for slot, row in enumerate(self._rows):
-            have = len(row[0])
+            have = self._room[slot]
             active += have > 0
-            reserved += have - self.held[slot]
-            require(all(len(pages) == have for pages in row), f"slot {slot}: groups differ in length")
+            require(all(len(pages) == have for pages in row), f"slot {slot}: rows and room differ")
             require(
                 0 <= self._committed[slot] <= self.held[slot] <= have <= self.max_blocks,
                 f"slot {slot}: {self._committed[slot]} published, {self.held[slot]} used, {have} in the row",
@@ -419,7 +423,6 @@ class KVCache:
                     require(i < self._committed[slot], f"slot {slot}: block {i} is shared but not full")
                     require(block.pages == block_pages, f"slot {slot}: block {i} differs from the shared one")
                     users[page] = users.get(page, 0) + 1
-        require(reserved == self._reserved, f"{reserved} blocks are reserved, {self._reserved} counted")
         require(active == self._active, f"{active} slots are active, {self._active} counted")
         for page, block in self._published.items():
             require(block.users == users.get(page, 0), f"block {page}: {block.users} users counted")

@@ -63,7 +63,7 @@ class _Level:
 
     __slots__ = (
         "buckets", "children", "cut", "filled", "free", "held", "index", "kind", "limit", "limited", "name",
-        "pages", "parent", "per", "span", "split", "stride", "used",
+        "pages", "parent", "per", "simple", "span", "split", "stride", "used",
     )  # fmt: skip
 
     def __init__(
@@ -74,6 +74,7 @@ class _Level:
         self.per = per  # pages in a parent
         self.span = stride * per  # grains of a parent that are used
         self.parent = parent
+        self.simple = parent is not None and parent.parent is None  # cut from the root
         self.children: list[_Level] = []
         self.split: dict[int, set[int]] = {}  # parent -> its free pages; those held whole are not here
         self.pages: dict[int, tuple[int, ...]] = {}  # parent -> all its pages, made on first use
@@ -217,9 +218,7 @@ class Allocator:
 
     # ---------------------------------------------------------------- taking
 
-    def take(
-        self, cls: int, n: int, owner: Hashable, *, ahead: int = 0, unit: int = 1
-    ) -> list[int] | Shortage:
+    def take(self, cls: int, n: int, owner: Hashable, ahead: int = 0, unit: int = 1) -> list[int] | Shortage:
         """Take `n` pages for `owner`, all or none.
 
         `ahead` asks for up to that many pages more, in multiples of `unit`, and only from the parent
@@ -231,7 +230,8 @@ class Allocator:
             if n == 0:
                 return []
             raise ValueError(f"cannot take {n} pages ({ahead} ahead)")
-        room = self._room(level)
+        up = level.parent
+        room = level.free + level.per * up.free if level.simple and up else self._room(level)
         if level.limited:
             room = min(room, self._allowed(level))
         if n + ahead > room:
@@ -243,20 +243,20 @@ class Allocator:
             holding = _Holding()
             if owner is not None:
                 level.held[owner] = holding
-        tail = holding.tail
-        pages = self._draw(level, holding, tail, n, ahead, unit) if level.split.get(tail) else []
-        need = n - len(pages)
-        if need > 0 and level.parent is not None:
+        pages: list[int] = []
+        need = n
+        if level.split.get(holding.tail):
+            pages = self._draw(level, holding, holding.tail, n, ahead, unit)
+            need -= len(pages)
+        if need > 0 and up is not None:
             whole, rest = divmod(need, level.per)
             if rest and rest + ahead >= level.per and not (level.per - rest) % unit:
                 whole += 1  # what is asked for ahead is all that a new parent would have left
             if whole:
-                parents = self._new_parents(level, whole)
+                parents, known = self._new_parents(level, whole), level.pages
                 for parent in parents:
-                    pages += level.pages_of(parent)
-                if parents:
-                    holding.whole += parents
-                    holding.tail = parents[-1]
+                    pages += known[parent] if parent in known else level.pages_of(parent)
+                holding.whole += parents
                 need = n - len(pages)
         while need > 0:
             pages += self._draw(level, holding, self._choose(level, need, ahead), need, ahead, unit)
@@ -315,15 +315,18 @@ class Allocator:
         source = level.parent
         assert source is not None
         if source.parent is None:
-            n = min(n, source.free)
-            source.free -= n
-            level.cut += n
-            pop = source.split[_ROOT].pop
-            return [pop() for _ in range(n)]
+            free = source.split[_ROOT]
+            if n == 1:
+                pages = [free.pop()] if free else []
+            else:
+                pages = [free.pop() for _ in range(min(n, len(free)))]
+            source.free -= len(pages)
+            level.cut += len(pages)
+            return pages
         n = min(n, self._room(source))
         level.cut += n
         nobody = _Holding()
-        pages: list[int] = []
+        pages = []
         while len(pages) < n:
             # One at a time is fullest first: what is nearly full fills up, so that the rest can merge.
             pages += self._draw(source, nobody, self._choose(source, 1, 0), n - len(pages), 0, 1)
