@@ -119,9 +119,9 @@ def test_every_engine_setting_can_be_reached_by_a_flag() -> None:
     assert serve.engine_config(args) == EngineConfig(
         model="m", tokenizer="t", dtype="float16", device="cpu", load_format="dummy", seed=3,
         max_model_len=4000, max_num_seqs=9, max_num_batched_tokens=77, block_size=32,
-        enable_prefix_caching=False, device_memory=2 * 2**30, host_memory=3 * 10**9, gpu_memory_utilization=0.5,
-        memory_policy="static", resident_experts=7, max_boundary_wait=1.5, enforce_eager=True,
-        debug_pool=True, trust_remote_code=True, revision="r",
+        enable_prefix_caching=False, device_memory=2 * 2**30, host_memory=3 * 10**9,
+        gpu_memory_utilization=0.5, memory_policy="static", resident_experts=7,
+        max_boundary_wait=1.5, enforce_eager=True, debug_pool=True, trust_remote_code=True, revision="r",
     )  # fmt: skip
 
 

@@ -9,10 +9,13 @@ from collections.abc import Iterator
 import httpx
 import openai
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from rimuru.models.tokenizer import Tokenizer
 from rimuru.server.frontend import Frontend
 from rimuru.server.prompts import Prompts
+from rimuru.server.protocol import ChatBody, CompletionBody
 from rimuru.server.settings import ServerSettings
 from server.conftest import Live, listening
 from server.stub_engine import StubEngine
@@ -230,3 +233,33 @@ def test_a_model_without_a_template_says_so(serve, tokenizer: Tokenizer, monkeyp
 def test_a_template_that_refuses_the_messages_says_why(serve) -> None:
     live = serve(template="{{ raise_exception('system messages are not known here') }}")
     assert "not known here" in error_of(live.post(CHAT, {"messages": HI}), 400, "messages")
+
+
+@pytest.fixture(scope="module")
+def keep_alive() -> Iterator[httpx.Client]:
+    with httpx.Client(timeout=20) as client:
+        yield client
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), chat=st.booleans())
+def test_no_body_whatever_is_the_server_s_fault(
+    live: Live, keep_alive: httpx.Client, data: st.DataObject, chat: bool
+) -> None:
+    model = ChatBody if chat else CompletionBody
+    names = sorted(model.model_fields.keys() - {"max_tokens", "max_completion_tokens", "n", "model"})
+    odd = data.draw(st.dictionaries(st.sampled_from(names), JSON, max_size=2))
+    body = {"messages": HI, "max_tokens": 2} if chat else {"prompt": "hi", "max_tokens": 2}
+    answer = keep_alive.post(live.url + (CHAT if chat else COMPLETIONS), json={**body, **odd})
+    assert answer.status_code in (200, 400), (odd, answer.text)

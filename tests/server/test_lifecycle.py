@@ -57,13 +57,15 @@ def test_a_client_that_leaves_while_queued_aborts_its_request(serve) -> None:
     assert not live.frontend.waiting
 
 
-def test_a_connection_cut_in_mid_request_disturbs_nobody(serve) -> None:
+def test_a_connection_cut_in_mid_request_disturbs_nobody(serve, caplog: pytest.LogCaptureFixture) -> None:
     live: Live = serve()
     host, port = live.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as half:
         half.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 500\r\n\r\n{")
         assert live.post(CHAT, {"messages": HI, "max_tokens": 1}).status_code == 200
     assert live.post(CHAT, {"messages": HI, "max_tokens": 1}).status_code == 200
+    live.wait_until(lambda: live.frontend.metrics.http["/v1/chat/completions", "POST", 499] == 1)
+    assert not caplog.records, "a client that leaves is no error of ours"
 
 
 def test_a_full_queue_answers_429_and_when_to_come_back(serve) -> None:

@@ -21,6 +21,7 @@ from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rimuru import __version__
@@ -115,7 +116,8 @@ class Edge:
             self.frontend.metrics.http[route, scope["method"], status or 499] += 1
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiError | None:
-        if self.keys and scope["path"] not in _OPEN_PATHS and scope["method"] != "OPTIONS":
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if self.keys and path not in _OPEN_PATHS and scope["method"] != "OPTIONS":
             given = headers.get(b"authorization", b"")
             if not any(secrets.compare_digest(given, key) for key in self.keys):
                 reason = "is wrong" if given else "is missing"
@@ -130,11 +132,14 @@ async def read_body(request: Request, limit: int) -> bytes:
     size = int(declared) if declared.isdigit() else 0
     if size <= limit:
         size = 0
-        async for part in request.stream():
-            size += len(part)
-            if size > limit:
-                break
-            parts.append(part)
+        try:
+            async for part in request.stream():
+                size += len(part)
+                if size > limit:
+                    break
+                parts.append(part)
+        except ClientDisconnect:
+            raise ClientLeft from None
     if size > limit:
         raise ApiError(
             413, f"The body has more than {limit} bytes, the most this server reads (--max-body-size)."
