@@ -282,9 +282,9 @@ INLINE void dot_rows(size_t rows, const float *const *x, const char *w, size_t l
     table[bf16][rows - 1](x, w, ldw, n, k, out, ldo);
 }
 
-/* Weight rows of a work unit: about 64 KiB, so that they stay in L2 while x's rows pass over them. */
+/* Weight rows of a work unit: about 128 KiB, so that they stay in L2 while x's rows pass over them. */
 INLINE size_t unit_cols(size_t k, int bf16) {
-    size_t n = 65536 / (k * esize(bf16)) / 24 * 24;
+    size_t n = 131072 / (k * esize(bf16)) / 24 * 24;
     return n < 24 ? 24 : least(n, COLS);
 }
 
