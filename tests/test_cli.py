@@ -66,6 +66,7 @@ def test_help_of_serve_lists_its_flags(capsys: pytest.CaptureFixture[str]) -> No
         (["serve", "m", "--max-queue", "0"], "at least 1"),
         (["serve", "m", "--request-timeout", "0"], "more than 0 seconds"),
         (["serve", "m", "--ssl-keyfile", "x"], "go together"),
+        (["serve", "m", "--enable-auto-tool-choice"], "needs --tool-call-parser"),
         (["serve", "m", "--cpu-offload-gb", "4"], "--host-memory"),
         (["serve", "m", "--cpu_offload_gb=4"], "--host-memory"),
         (["serve", "m", "--swap-space", "4"], "--device-memory"),

@@ -7,13 +7,17 @@ last and annotated chunks are built as dicts.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from json.encoder import encode_basestring as quote
 from typing import Any
 
+from rimuru.engine.request import FinishReason
+from rimuru.errors import RequestError
+
 from .frontend import Delta, Frontend, Job
 from .logprobs import chat_logprobs, prompt_table
+from .parsers import REASONING_STYLES, THINK, TOOL_STYLES, MessageParser, Said, ToolStyle
 from .protocol import ChatBody
 
 
@@ -27,12 +31,15 @@ async def start_chat(frontend: Frontend, body: ChatBody, request_id: str | None)
     body.refuse_unserved()
     params = body.params(frontend.settings.default_sampling)
     params.check(frontend.info.vocab_size)
+    style = _tool_style(frontend, body)
+    if style is not None and style.special:
+        params.skip_special_tokens = False
     kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
     tokens = await frontend.prompts.chat(
         body.messages,
-        tools=body.tools if body.tool_choice != "none" else None,
+        tools=body.offered_tools or None,
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=body.continue_final_message,
         add_special_tokens=body.add_special_tokens,
@@ -52,6 +59,36 @@ async def start_chat(frontend: Frontend, body: ChatBody, request_id: str | None)
     )
 
 
+def _tool_style(frontend: Frontend, body: ChatBody) -> ToolStyle | None:
+    """How to read tool calls in the answer; None where no tools are offered."""
+    if not body.offered_tools:
+        return None
+    name = frontend.settings.tool_parser
+    if name is None:
+        raise RequestError(
+            f"tools need a server started with --tool-call-parser, one of {', '.join(TOOL_STYLES)}; "
+            "tool_choice 'none' leaves them aside",
+            "tools",
+        )
+    return TOOL_STYLES[name]
+
+
+def _parser_maker(job: Job, body: ChatBody) -> Callable[[], MessageParser] | None:
+    """Makes the parser of each choice; None where the text is the message."""
+    settings = job.frontend.settings
+    style = _tool_style(job.frontend, body)
+    reasoning = settings.reasoning_parser is not None
+    if style is None and not reasoning:
+        return None
+    thinking = False
+    if settings.reasoning_parser is not None:
+        # Templates open or close the reasoning themselves; the end of the prompt tells.
+        tail = job.frontend.vocabulary.decode(job.prompts[0][-16:], skip_special_tokens=False).rstrip()
+        opened, closed = (tail.endswith(tag) for tag in THINK)
+        thinking = opened or (REASONING_STYLES[settings.reasoning_parser] and not closed)
+    return lambda: MessageParser(reasoning, thinking, style, body.parallel_tool_calls is not False)
+
+
 async def answer_chat(job: Job, body: ChatBody) -> dict[str, Any]:
     """The whole answer, once every choice has ended."""
     wholes: dict[int, Delta] = {}
@@ -62,13 +99,26 @@ async def answer_chat(job: Job, body: ChatBody) -> dict[str, Any]:
             else:
                 wholes[delta.index] = delta
     vocabulary = job.frontend.vocabulary
+    make_parser = _parser_maker(job, body)
     choices = []
     for index, whole in sorted(wholes.items()):
+        message: dict[str, Any] = {
+            "role": job.frontend.settings.response_role,
+            "content": whole.text,
+            "refusal": None,
+        }
+        finish: str | None = whole.finish
+        if make_parser is not None:
+            parser = make_parser()
+            said = parser.push(whole.text, final=True)
+            message.update(_parsed(said))
+            message["content"] = said.content or (None if said.calls or said.reasoning else "")
+            finish = _finish(whole.finish, parser)
         choice: dict[str, Any] = {
             "index": index,
-            "message": {"role": job.frontend.settings.response_role, "content": whole.text, "refusal": None},
+            "message": message,
             "logprobs": None if whole.logprobs is None else chat_logprobs(vocabulary, whole.logprobs),
-            "finish_reason": whole.finish,
+            "finish_reason": finish,
             "stop_reason": whole.stop_reason,
         }
         if body.return_token_ids:
@@ -96,6 +146,8 @@ async def stream_chat(job: Job, body: ChatBody) -> AsyncGenerator[bytes, None]:
         f'"model":{quote(job.model)},"choices":['
     )
     role = quote(job.frontend.settings.response_role)
+    make_parser = _parser_maker(job, body)
+    parsers: dict[int, MessageParser] = {}
     started: set[int] = set()
     vocabulary = job.frontend.vocabulary
     async with aclosing(job.deltas()) as deltas:
@@ -108,7 +160,19 @@ async def stream_chat(job: Job, body: ChatBody) -> AsyncGenerator[bytes, None]:
                     f'{head}{{"index":{index},"delta":{{"role":{role},"content":""}},'
                     f'"logprobs":null,"finish_reason":null}}]{ids}}}\n\n'
                 ).encode()
-            if delta.finish is None and delta.logprobs is None and not body.return_token_ids:
+            quiet = delta.finish is None and delta.logprobs is None and not body.return_token_ids
+            said: dict[str, Any] | None = None
+            finish: str | None = delta.finish
+            if make_parser is not None:
+                if index not in parsers:
+                    parsers[index] = make_parser()
+                parser = parsers[index]
+                before = parser.num_calls
+                said = _delta_of(parser.push(delta.text, final=delta.finish is not None), before)
+                finish = _finish(delta.finish, parser)
+                if quiet and not said:
+                    continue
+            elif quiet:
                 if delta.text:
                     yield (
                         f'{head}{{"index":{index},"delta":{{"content":{quote(delta.text)}}},'
@@ -117,9 +181,9 @@ async def stream_chat(job: Job, body: ChatBody) -> AsyncGenerator[bytes, None]:
                 continue
             choice: dict[str, Any] = {
                 "index": index,
-                "delta": {"content": delta.text},
+                "delta": {"content": delta.text} if said is None else said,
                 "logprobs": None if delta.logprobs is None else chat_logprobs(vocabulary, delta.logprobs),
-                "finish_reason": delta.finish,
+                "finish_reason": finish,
             }
             if delta.finish is not None:
                 choice["stop_reason"] = delta.stop_reason
@@ -128,6 +192,30 @@ async def stream_chat(job: Job, body: ChatBody) -> AsyncGenerator[bytes, None]:
             yield f"{head}{dumps(choice)}]{_usage(job, body)}}}\n\n".encode()
     if body.include_usage:
         yield f'{head}],"usage":{dumps(job.usage())}}}\n\n'.encode()
+
+
+def _parsed(said: Said) -> dict[str, Any]:
+    """The fields of a message beside its content. Clients know the reasoning under either name."""
+    fields: dict[str, Any] = {}
+    if said.reasoning:
+        fields |= {"reasoning": said.reasoning, "reasoning_content": said.reasoning}
+    if said.calls:
+        fields["tool_calls"] = [call.as_json() for call in said.calls]
+    return fields
+
+
+def _delta_of(said: Said, calls_before: int) -> dict[str, Any]:
+    """The delta of a chunk; calls are numbered on from those of earlier chunks, each whole in one."""
+    delta = _parsed(said)
+    if said.content:
+        delta["content"] = said.content
+    for index, call in enumerate(delta.get("tool_calls", ()), start=calls_before):
+        call["index"] = index
+    return delta
+
+
+def _finish(finish: FinishReason | None, parser: MessageParser) -> str | None:
+    return "tool_calls" if finish is FinishReason.STOP and parser.num_calls else finish
 
 
 def _usage(job: Job, body: ChatBody) -> str:

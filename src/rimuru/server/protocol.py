@@ -178,12 +178,12 @@ class ChatBody(GenerationBody):
         super().refuse_unserved()
         if self.echo:
             raise RequestError("echo belongs to /v1/completions", "echo")
-        if self.tools and self.tool_choice != "none":
-            raise RequestError(
-                "tools are not supported yet; leave them out or set tool_choice to 'none'", "tools"
-            )
         if self.tool_choice not in (None, "none", "auto"):
-            raise RequestError("tool_choice other than 'none' is not supported yet", "tool_choice")
+            raise RequestError(
+                "tool_choice can be 'auto' or 'none'; forcing a call needs constrained output, which is not "
+                "served yet",
+                "tool_choice",
+            )
         if self.functions is not None:
             raise RequestError("functions is not supported; it was replaced by tools", "functions")
         if self.audio is not None or any(mode != "text" for mode in self.modalities or ()):
@@ -195,6 +195,11 @@ class ChatBody(GenerationBody):
                 "continue_final_message and add_generation_prompt exclude each other",
                 "continue_final_message",
             )
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]] | None:
+        """The tools the model may call."""
+        return self.tools if self.tool_choice != "none" else None
 
     def params(self, defaults: dict[str, Any]) -> SamplingParams:
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

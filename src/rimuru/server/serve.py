@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from rimuru.engine.config import POLICIES, EngineConfig, parse_size
 from rimuru.errors import ConfigError, EngineDeadError, RimuruError
 
+from .parsers import REASONING_STYLES, TOOL_STYLES
 from .settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -79,6 +80,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--trust-request-chat-template", action="store_true",
                        help="let requests bring their own template, which is a program")  # fmt: skip
     model.add_argument("--response-role", default="assistant")
+    model.add_argument(
+        "--tool-call-parser", choices=sorted(TOOL_STYLES), help="how the model writes tool calls"
+    )
+    model.add_argument("--enable-auto-tool-choice", action="store_true",
+                       help="needs --tool-call-parser, which is enough by itself")  # fmt: skip
+    model.add_argument("--reasoning-parser", choices=sorted(REASONING_STYLES),
+                       help="tell what is between <think> and </think> from the answer")  # fmt: skip
     model.add_argument("--generation-config", default="auto",
                        help="sampling defaults: auto (the model's), vllm (none), or a folder")  # fmt: skip
     model.add_argument("--override-generation-config", type=_json_object, default={}, metavar="JSON")
@@ -182,6 +190,10 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
         raise ConfigError(f"--port must be at most 65535, got {args.port}")
     if args.request_timeout is not None and args.request_timeout <= 0:
         raise ConfigError(f"--request-timeout must be more than 0 seconds, got {args.request_timeout:g}")
+    if args.enable_auto_tool_choice and args.tool_call_parser is None:
+        raise ConfigError(
+            f"--enable-auto-tool-choice needs --tool-call-parser: {', '.join(sorted(TOOL_STYLES))}"
+        )
     if bool(args.ssl_keyfile) != bool(args.ssl_certfile):
         raise ConfigError("--ssl-keyfile and --ssl-certfile go together")
     keys = list(args.api_key)
@@ -197,6 +209,8 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
         stream_interval=args.stream_interval,
         honour_priority=args.scheduling_policy == "priority",
         response_role=args.response_role,
+        tool_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
         log_requests=args.enable_log_requests,
         allowed_origins=args.allowed_origins,
         allowed_methods=args.allowed_methods,

@@ -22,6 +22,8 @@ class ServerSettings:
     honour_priority: bool = True
     default_sampling: dict[str, Any] = field(default_factory=dict)
     response_role: str = "assistant"
+    tool_parser: str | None = None  # a name of `parsers.TOOL_STYLES`
+    reasoning_parser: str | None = None  # a name of `parsers.REASONING_STYLES`
     log_requests: bool = False
     allowed_origins: list[str] = field(default_factory=lambda: ["*"])
     allowed_methods: list[str] = field(default_factory=lambda: ["*"])

@@ -61,9 +61,10 @@ _ADVICE: dict[str, str] = {
     "cuda-graph-sizes cudagraph-mode performance-mode",
     _GRAMMAR: "structured-outputs-config guided-decoding-backend reasoning-config logits-processors "
     "logits-processor-pattern",
-    "tools and reasoning are not parsed yet; leave it out": "tool-call-parser enable-auto-tool-choice "
-    "tool-parser-plugin tool-server reasoning-parser reasoning-parser-plugin enable-reasoning "
-    "exclude-tools-when-tool-choice-none",
+    "parsers are built in; --tool-call-parser and --reasoning-parser choose one": "tool-parser-plugin "
+    "reasoning-parser-plugin enable-reasoning",
+    "tools run at the client": "tool-server",
+    "tools are left out of the prompt where tool_choice is none": "exclude-tools-when-tool-choice-none",
     _TRACE: "otlp-traces-endpoint collect-detailed-traces show-hidden-metrics-for-version profiler-config "
     "kv-cache-metrics kv-cache-metrics-sample cudagraph-metrics enable-layerwise-nvtx-tracing "
     "enable-mfu-metrics enable-logging-iteration-details enable-per-request-metrics",
