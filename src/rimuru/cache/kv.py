@@ -14,12 +14,13 @@ they have one user, the slot in whose row they stand.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from rimuru.pool import Allocator, CorruptPoolError, Shortage
+
+from .idle import Block, IdleBlocks
 
 
 class RowWriter(Protocol):
@@ -36,17 +37,6 @@ class BlockCounts:
     cached: int
     reserved: int
     free: int
-
-
-class _Published:
-    """A full block that can be found by its key. `key` is None once it must not be found any more."""
-
-    __slots__ = ("key", "pages", "users")
-
-    def __init__(self, key: bytes, pages: tuple[int, ...]):
-        self.key: bytes | None = key
-        self.pages = pages  # one per group
-        self.users = 1
 
 
 class KVCache:
@@ -92,9 +82,12 @@ class KVCache:
         self._active = 0  # slots that hold anything
         self._room = [0] * slots  # blocks in a slot's row, those reserved ahead included
         self._taken = 0  # blocks whose pages are out of the allocator
-        self._by_key: dict[bytes, _Published] = {}
-        self._published: dict[int, _Published] = {}  # by the first group's page
-        self._idle: OrderedDict[int, _Published] = OrderedDict()  # without users, least recent first
+        self._by_key: dict[bytes, Block] = {}
+        # Of a slot's committed blocks: those found by key, in order, and the places of the others.
+        self._shared: list[list[Block]] = [[] for _ in range(slots)]
+        self._private: list[list[int]] = [[] for _ in range(slots)]
+        self._idle = IdleBlocks()
+        self._blank: list[Block] = []  # records to use again
         self._freed: list[tuple[int, int]] | None = [] if track_freed else None
 
     # ---------------------------------------------------------------- asking
@@ -109,7 +102,7 @@ class KVCache:
 
     def evictable_blocks(self) -> int:
         """Blocks that hold a cached prefix nobody reads."""
-        return len(self._idle)
+        return self._idle.count
 
     def cached_blocks(self) -> int:
         """Blocks that can be found by key, in use or not."""
@@ -117,7 +110,7 @@ class KVCache:
 
     def counts(self) -> BlockCounts:
         """Blocks by state, for gauges."""
-        idle, reserved = len(self._idle), self.reserved_blocks()
+        idle, reserved = self._idle.count, self.reserved_blocks()
         return BlockCounts(self._taken - idle - reserved, idle, reserved, self.free_blocks())
 
     def row(self, slot: int, group: int = 0) -> list[int]:
@@ -148,12 +141,13 @@ class KVCache:
         blocks = [self._by_key[key] for key in keys[:hit_blocks]]
         for block in blocks:
             if block.users == 0:
-                del self._idle[block.pages[0]]
+                self._idle.take(block)
             block.users += 1
         for group, pages in enumerate(row):
             pages += [block.pages[group] for block in blocks]
         self.held[slot] = self._room[slot] = self._committed[slot] = hit_blocks
         if blocks:
+            self._shared[slot] = blocks
             self._active += 1
             self._write(slot, 0)
 
@@ -220,11 +214,18 @@ class KVCache:
                 f"slot {slot} uses {self.held[slot]} blocks and has {len(keys)} keys; "
                 f"it cannot publish {upto_blocks}"
             )
-        by_key, published = self._by_key, self._published
+        by_key, shared, blank = self._by_key, self._shared[slot], self._blank
         pages = zip(*(pages[start:upto_blocks] for pages in self._rows[slot]), strict=True)
+        at = start
         for key, block_pages in zip(keys[start:upto_blocks], pages, strict=True):
-            if key not in by_key:
-                by_key[key] = published[block_pages[0]] = _Published(key, block_pages)
+            if key in by_key:
+                self._private[slot].append(at)
+            else:
+                block = blank.pop() if blank else Block()
+                block.key, block.pages, block.users = key, block_pages, 1
+                by_key[key] = block
+                shared.append(block)
+            at += 1
         self._committed[slot] = upto_blocks
 
     def shrink(self, slot: int, blocks_total: int) -> None:
@@ -248,22 +249,25 @@ class KVCache:
             self._free_all(slot)
         else:
             gone: list[tuple[int, ...]] = []
-            # From the tail, so that heads, which more requests can share, are evicted last.
-            for pages in zip(*map(reversed, row), strict=True):
-                block = self._published.get(pages[0])
-                if block is None:
-                    gone.append(pages)
-                    continue
+            run: list[Block] = []
+            stamp = self._idle.next_stamp()
+            for block in self._shared[slot]:
                 block.users -= 1
-                if block.users == 0:
+                if not block.users:
                     if block.key is None:
-                        del self._published[pages[0]]
-                        gone.append(pages)
+                        gone.append(block.pages)
+                        self._blank.append(block)
                     else:
-                        self._idle[pages[0]] = block
+                        block.stamp = stamp
+                        run.append(block)
+            if run:
+                self._idle.add(stamp, run)
             for cls in self._each:
                 self.allocator.disown(cls, slot)
+            own = [*self._private[slot], *range(self._committed[slot], self._room[slot])]
+            gone += [tuple(pages[i] for pages in row) for i in own]
             self._give(None, gone)
+            self._shared[slot], self._private[slot] = [], []
         for group in row:
             group.clear()
         self.held[slot] = self._room[slot] = self._committed[slot] = 0
@@ -277,18 +281,13 @@ class KVCache:
 
         Their pages are free afterwards. Returns how many were evicted.
         """
-        n = min(blocks, len(self._idle))
-        victims = [self._idle.popitem(last=False)[1] for _ in range(n)]
-        for block in victims:
-            assert block.key is not None
-            del self._by_key[block.key]
-            del self._published[block.pages[0]]
-        self._give(None, [block.pages for block in victims])
-        return n
+        victims = self._idle.pop(blocks)
+        self._forget(victims)
+        return len(victims)
 
     def reset_prefix(self) -> None:
         """Forget every cached prefix; blocks in use stay but cannot be found any more."""
-        self.evict(len(self._idle))
+        self.evict(self._idle.count)
         for block in self._by_key.values():
             block.key = None
         self._by_key.clear()
@@ -311,7 +310,7 @@ class KVCache:
         spare = self.reserved_blocks() - (self._room[slot] - self.held[slot])
         over = max(-(-self.allocator.excess(cls) // n) for cls, n in self._each.items())
         short = need + over - self.allocator.obtainable_together(self._each)
-        possible = spare + (len(self._idle) if evict else 0)
+        possible = spare + (self._idle.count if evict else 0)
         if short > possible:
             return short - possible
         if spare:
@@ -339,10 +338,11 @@ class KVCache:
             for group in range(n):
                 row[group] += pages[group::n]
             return len(pages) // n
-        if self.allocator.obtainable_together(self._each) < need:
+        most = self.allocator.obtainable_together(self._each)
+        if most < need:
             return 0
         taken: dict[int, list[int]] = {}
-        got = need + ahead
+        got = min(need + ahead, most)
         for cls, n in self._each.items():
             pages = self.allocator.take(cls, need * n, slot, (got - need) * n, n)
             assert not isinstance(pages, Shortage)
@@ -355,6 +355,15 @@ class KVCache:
             for i, group in enumerate(groups):
                 row[group] += pages[i : got * n : n]
         return got
+
+    def _forget(self, blocks: Sequence[Block]) -> None:
+        """Free blocks that are idle no more and have no users."""
+        by_key = self._by_key
+        for block in blocks:
+            assert block.key is not None
+            del by_key[block.key]
+        self._give(None, [block.pages for block in blocks])
+        self._blank += blocks
 
     def _cut(self, slot: int, keep: int) -> None:
         """Give back the blocks of a slot's row from `keep` on."""
@@ -374,7 +383,10 @@ class KVCache:
             return
         self._taken -= len(blocks)
         for cls, groups in self._groups_of.items():
-            pages = [block[group] for block in blocks for group in groups]
+            if self._groups == 1:
+                pages = [page for (page,) in blocks]
+            else:
+                pages = [block[group] for block in blocks for group in groups]
             self.allocator.give(cls, pages, owner)
             if self._freed is not None:
                 self._freed += [(cls, page) for page in pages]
@@ -403,40 +415,47 @@ class KVCache:
                 raise CorruptPoolError(what)
 
         users: dict[int, int] = {}
-        private: set[int] = set()
+        records: dict[int, Block] = {}
+        private: set[tuple[int, ...]] = set()
         active = 0
         for slot, row in enumerate(self._rows):
-            have = self._room[slot]
+            have, done = self._room[slot], self._committed[slot]
             active += have > 0
             require(all(len(pages) == have for pages in row), f"slot {slot}: rows and room differ")
             require(
-                0 <= self._committed[slot] <= self.held[slot] <= have <= self.max_blocks,
-                f"slot {slot}: {self._committed[slot]} published, {self.held[slot]} used, {have} in the row",
+                0 <= done <= self.held[slot] <= have <= self.max_blocks,
+                f"slot {slot}: {done} published, {self.held[slot]} used, {have} in the row",
             )
-            for i, block_pages in enumerate(zip(*row, strict=True)):
-                page = block_pages[0]
-                block = self._published.get(page)
-                if block is None:
-                    require(page not in private, f"block {page} stands in two rows but was never published")
-                    private.add(page)
-                else:
-                    require(i < self._committed[slot], f"slot {slot}: block {i} is shared but not full")
-                    require(block.pages == block_pages, f"slot {slot}: block {i} differs from the shared one")
-                    users[page] = users.get(page, 0) + 1
+            blocks = list(zip(*row, strict=True))
+            own = {*self._private[slot], *range(done, have)}
+            shared = [pages for i, pages in enumerate(blocks) if i not in own]
+            require(
+                shared == [block.pages for block in self._shared[slot]],
+                f"slot {slot}: the row differs from the shared blocks it should show",
+            )
+            for block in self._shared[slot]:
+                users[id(block)] = users.get(id(block), 0) + 1
+                records[id(block)] = block
+            for i in own:
+                require(blocks[i] not in private, f"block {blocks[i]} stands in two rows but is not shared")
+                private.add(blocks[i])
         require(active == self._active, f"{active} slots are active, {self._active} counted")
-        for page, block in self._published.items():
-            require(block.users == users.get(page, 0), f"block {page}: {block.users} users counted")
-            require((page in self._idle) == (block.users == 0), f"block {page}: wrongly evictable or not")
-            require(block.users > 0 or block.key is not None, f"block {page}: kept for nobody")
+        idle = [block for run in self._idle.runs() for block in run]
+        require(len(idle) == self._idle.count, f"{len(idle)} blocks are idle, {self._idle.count} counted")
+        for block in idle:
+            require(id(block) not in records, f"block {block.pages} is idle twice or in use")
+            require(block.key is not None, f"block {block.pages} is kept for nobody")
+            records[id(block)] = block
+        for block in records.values():
+            require(block.users == users.get(id(block), 0), f"block {block.pages}: {block.users} users")
+            require(block.pages not in private, f"block {block.pages} is shared and private")
             if block.key is not None:
-                require(self._by_key.get(block.key) is block, f"block {page}: not found under its key")
-        require(
-            sum(b.key is not None for b in self._published.values()) == len(self._by_key),
-            "a key names a block that is gone",
-        )
-        taken = len(private) + len(self._published)
+                require(self._by_key.get(block.key) is block, f"block {block.pages} is not found by key")
+        found = sum(block.key is not None for block in records.values())
+        require(found == len(self._by_key), "a key names a block that is gone")
+        taken = len(private) + len(records)
         require(taken == self._taken, f"{taken} blocks are taken, {self._taken} counted")
         for cls, n in self._each.items():
             require(
-                self.allocator.used(cls) >= taken * n, f"class {cls}: fewer pages are out than blocks need"
+                self.allocator.used(cls) >= taken * n, f"class {cls}: blocks need more pages than are out"
             )

@@ -342,14 +342,7 @@ class Allocator:
         """
         level = self._levels[cls]
         pages = list(pages)
-        by_parent: dict[int, set[int]] = {}
-        for page in pages:
-            parent = self._parent_of(level, page)
-            mine = by_parent.get(parent)
-            if mine is None:
-                by_parent[parent] = {page}
-            else:
-                mine.add(page)
+        by_parent = self._by_parent(level, pages)
         n = len(pages)
         holding = level.held.get(owner)
         if holding is not None:
@@ -393,8 +386,8 @@ class Allocator:
         """The pages of `owner` stay taken but belong to nobody; `give(..., None)` returns them."""
         level = self._levels[cls]
         holding = level.held.pop(owner, None)
-        if holding is not None:
-            self._settle(level, holding)
+        if holding is not None and holding.whole:
+            level.split.update(dict.fromkeys(holding.whole, _FULL))
 
     @staticmethod
     def _settle(level: _Level, holding: _Holding) -> None:
@@ -404,6 +397,25 @@ class Allocator:
             for parent in holding.whole:
                 holding.parts[parent] = set(level.pages_of(parent))
             holding.whole = []
+
+    def _by_parent(self, level: _Level, pages: list[int]) -> dict[int, set[int]]:
+        """Pages by the parent they lie in. Neighbours in the list are mostly neighbours in a parent."""
+        by_parent: dict[int, set[int]] = {}
+        start = stop = 0
+        mine: set[int] = set()
+        for page in pages:
+            if start <= page < stop:
+                mine.add(page)
+                continue
+            parent = self._parent_of(level, page)
+            known = by_parent.get(parent)
+            if known is None:
+                known = by_parent[parent] = set()
+            mine = known
+            mine.add(page)
+            if parent != _ROOT:
+                start, stop = parent, parent + level.span
+        return by_parent
 
     def _parent_of(self, level: _Level, page: int) -> int:
         if level.parent is None:
@@ -430,10 +442,8 @@ class Allocator:
         free = level.split.get(parent)
         if free is None or not free.isdisjoint(pages):
             return False
-        valid = level.range_of(parent)
-        for page in pages:
-            if page not in valid:
-                return False
+        if not pages.issubset(level.pages_of(parent) if level.parent else level.range_of(parent)):
+            return False
         return not any(page in child.split for child in level.children for page in pages)
 
     @staticmethod
