@@ -1,0 +1,233 @@
+"""The engine on paper: the real scheduler, memory and policies, stepped with predicted times.
+
+Room: the simulator's loop. Rule: every decision is made by the engine's own classes; here is only what
+the hardware would do: which experts a step touches (`routing`), and how long it takes (`policy.cost`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from rimuru.cache.kv import KVCache
+from rimuru.engine.config import EngineConfig
+from rimuru.engine.memory import Memory
+from rimuru.engine.plan import MemoryPlan, make_boundary, plan_memory
+from rimuru.engine.request import Request, SamplingParams
+from rimuru.engine.scheduler import Scheduler, StepPlan, StepResult
+from rimuru.errors import RequestError
+from rimuru.models.config import DTYPE_BYTES, ModelConfig
+from rimuru.policy.cost import GPU, CostModel, Factors, ModelCost, Step
+from rimuru.policy.residency import ResidencyPolicy
+from rimuru.pool import Allocator
+
+from .experts import CountedExperts
+from .routing import Routing
+from .trace import Arrival
+
+STALL = 1e-3  # seconds until a step that could place nothing is tried again
+GIVE_UP = 600.0  # simulated seconds without any progress: a policy that waits for ever
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What the simulation assumes of the machine, beside the model and the engine's flags.
+
+    `overlap` is `CostModel.overlap`. `reserve_bytes`: device bytes that are neither weights nor pool,
+    None for the engine's own bound. `slack_blocks`: see `Scheduler`.
+    """
+
+    card: GPU
+    factors: Factors = field(default_factory=Factors)
+    overlap: str = "layer"
+    reserve_bytes: int | None = None
+    host_bytes: int = 256 << 30
+
+
+def model_cost(model: ModelConfig, expert_bytes: int, itemsize: int) -> ModelCost:
+    """What a step of `model` reads and computes. The embedding table is looked up, not read through."""
+    table = model.vocab_size * model.hidden_size
+    dense = model.dense_parameters() - (0 if model.tie_embeddings else table)
+    active = dense - table + len(model.moe_layers) * model.top_k * model.expert_parameters
+    return ModelCost(
+        moe_layers=len(model.moe_layers), experts=model.num_experts, top_k=model.top_k,
+        expert_bytes=expert_bytes, dense_bytes=dense * itemsize,
+        kv_bytes_per_token=model.attention_layers * 2 * model.kv_size * itemsize,
+        flops_per_token=2.0 * active,
+    )  # fmt: skip
+
+
+@dataclass(slots=True)
+class Series:
+    """What happened at each step, one value a step; `clock` is the step's end in seconds."""
+
+    clock: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    running: list[int] = field(default_factory=list)
+    waiting: list[int] = field(default_factory=list)
+    resident: list[int] = field(default_factory=list)
+    kv_blocks: list[int] = field(default_factory=list)  # used by requests
+    tokens: list[int] = field(default_factory=list)  # computed
+    outputs: list[int] = field(default_factory=list)  # sampled
+    link_bytes: list[float] = field(default_factory=list)
+
+
+class Simulation:
+    """One replica of the engine. `run` it on arrivals, or drive it with `add` and `step`."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: EngineConfig,
+        hardware: Hardware,
+        routing: Routing,
+        *,
+        slack_blocks: int = 1,
+    ):
+        config.check()
+        itemsize = DTYPE_BYTES[model.dtype if config.dtype == "auto" else config.dtype]
+        self.model, self.config, self.hardware, self.routing = model, config, hardware, routing
+        self.plan: MemoryPlan = plan_memory(
+            config, model, itemsize=itemsize, device_available=hardware.card.memory_bytes,
+            host_available=hardware.host_bytes, device_is_host=False, reserve=hardware.reserve_bytes,
+        )  # fmt: skip
+        plan, geometry = self.plan, self.plan.geometry
+        self.expert_bytes = geometry.classes[plan.expert_class].page_bytes
+        self.cost = CostModel(
+            model_cost(model, self.expert_bytes, itemsize),
+            hardware.card, hardware.factors, hardware.overlap,
+        )  # fmt: skip
+        allocator = Allocator(geometry, plan.pool_bytes)
+        layers = len(model.moe_layers)
+        self.experts = CountedExperts(
+            layers, model.num_experts, allocator=allocator, page_class=plan.expert_class,
+            lendable=plan.experts_lendable, resident=plan.experts_resident,
+        )  # fmt: skip
+        cache = KVCache(
+            allocator, [g.page_class for g in geometry.groups], config.block_size, config.max_num_seqs,
+            -(-plan.max_model_len // config.block_size), None, config.enable_prefix_caching,
+        )  # fmt: skip
+        self.memory = Memory(
+            cache, self.experts, ResidencyPolicy(layers, model.num_experts), make_boundary(config), plan
+        )
+        self.memory.know(self.cost)
+        self.scheduler = Scheduler(
+            self.memory, max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens, max_model_len=plan.max_model_len,
+            slack_blocks=slack_blocks,
+        )  # fmt: skip
+        self.now = 0.0
+        self.series = Series()
+        self.refused: list[str] = []
+        self._numbers: dict[str, int] = {}
+        self._counted = 0  # link bytes of promotions that a step has paid for
+
+    # -- requests --------------------------------------------------------------------------------
+
+    def add(self, arrival: Arrival, number: int) -> bool:
+        """Queue a request; false, and a line in `refused`, where the engine would refuse it."""
+        name = str(number)
+        request = Request(
+            name, [arrival.conversation] * arrival.prompt, SamplingParams(max_tokens=arrival.output),
+            max_tokens=arrival.output, arrival=arrival.at,
+        )  # fmt: skip
+        try:
+            self.scheduler.add(request)
+        except RequestError as error:
+            self.refused.append(f"request {number}: {error}")
+            return False
+        self._numbers[name] = number
+        return True
+
+    def run(self, arrivals: Sequence[Arrival]) -> None:
+        """Serve all arrivals (in order of time) to the end."""
+        upcoming = 0
+        progress = self.now
+        while upcoming < len(arrivals) or self.scheduler.has_work:
+            if not self.scheduler.has_work:
+                self.now = max(self.now, arrivals[upcoming].at)
+            while upcoming < len(arrivals) and arrivals[upcoming].at <= self.now:
+                self.add(arrivals[upcoming], upcoming)
+                upcoming += 1
+            if not self.scheduler.has_work:
+                continue
+            if self.step():
+                progress = self.now
+            elif self.now - progress > GIVE_UP:
+                raise RuntimeError(
+                    f"policy {self.memory.boundary.name} placed nothing for {GIVE_UP:.0f} simulated seconds "
+                    f"with {len(self.scheduler.waiting)} requests waiting"
+                )
+
+    # -- one step --------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Schedule, charge the time, update. False where nothing could be placed."""
+        scheduler, memory, series = self.scheduler, self.memory, self.series
+        plan = scheduler.schedule(self.now)
+        if not plan.requests:
+            memory.rest(scheduler, self.now)
+            self.now += STALL
+            return False
+        touched, prompt_tokens = self._touched(plan)
+        seconds, link = self._seconds(plan, touched, prompt_tokens)
+        self.now += seconds
+        running = len(scheduler.running)
+        # A stand-in for the token: the conversation's own number, which the next turn's prompt repeats.
+        tokens = [r.tokens[-1] if s else -1 for r, s in zip(plan.requests, plan.samples, strict=True)]
+        scheduler.update(plan, StepResult(tokens), self.now)
+        memory.after_step(touched, scheduler, self.now, seconds, prompt_tokens)
+        series.clock.append(self.now)
+        series.seconds.append(seconds)
+        series.running.append(running)
+        series.waiting.append(len(scheduler.waiting))
+        series.resident.append(int(np.count_nonzero(self.experts.resident)))
+        series.kv_blocks.append(sum(memory.held))
+        series.tokens.append(plan.num_tokens)
+        series.outputs.append(sum(plan.samples))
+        series.link_bytes.append(link)
+        return True
+
+    def _touched(self, plan: StepPlan) -> tuple[np.ndarray, int]:
+        """Tokens routed to each expert, int32 `[layers, experts]`, and how many came from prompts."""
+        numbers, routing = self._numbers, self.routing
+        who: list[int] = []
+        at: list[int] = []
+        prompts: list[tuple[int, int, int]] = []
+        for request, start, count in zip(plan.requests, plan.starts, plan.counts, strict=True):
+            number = numbers[request.request_id]
+            if count == 1:
+                who.append(number)
+                at.append(start)
+            else:
+                prompts.append((number, start, count))
+        shape = self.experts.resident.shape
+        total = routing.decode(who, at) if who else np.zeros(shape[0] * shape[1], np.int32)
+        for number, start, count in prompts:
+            total += routing.prompt(number, start, count)
+        return total.reshape(shape), sum(count for _, _, count in prompts)
+
+    def _seconds(self, plan: StepPlan, touched: np.ndarray, prompt_tokens: int) -> tuple[float, float]:
+        """Time of the step, and the bytes it and the promotions before it brought over the link."""
+        hit = touched > 0
+        missed = np.count_nonzero(hit & ~self.experts.resident, axis=1)
+        context = sum(plan.starts) + plan.num_tokens
+        seconds = self.cost.seconds(
+            Step(plan.num_tokens, context, prompt_tokens, np.count_nonzero(hit, axis=1), missed)
+        )
+        promoted = self.experts.link_bytes - self._counted
+        self._counted = self.experts.link_bytes
+        link = int(missed.sum()) * self.expert_bytes + promoted
+        # Promotions are copied beside the step, but the link carries one thing at a time.
+        return max(seconds, link / self.cost.card.link_bytes_s * self.cost.factors.link), link
+
+    def check(self) -> None:
+        """Assert every structure's own truth."""
+        self.scheduler.check()
+
+
+def with_link(card: GPU, bytes_s: float) -> GPU:
+    """The card behind another link."""
+    return replace(card, link_bytes_s=bytes_s)
