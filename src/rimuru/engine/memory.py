@@ -7,7 +7,7 @@ the order: free pages first, then the policy's plan, and only then a preemption 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy as np
 from rimuru.cache.kv import KVCache
 from rimuru.cache.prefix import extend_keys, new_seed
 from rimuru.policy.boundary import BoundaryPlan, BoundaryPolicy, DecisionLog, Snapshot
+from rimuru.policy.cost import CostModel
 from rimuru.policy.residency import ResidencyPolicy
 
 from .plan import MemoryPlan
@@ -67,12 +68,18 @@ class Memory:
         self.target = int(experts.resident.sum())  # experts the boundary allows to be resident
         self.expert_hits = self.expert_misses = 0
         self.promotions = self.demotions = 0
-        self.link_bytes_s = self.hbm_bytes_s = 0.0  # measured or known rates; 0: not known
+        self.cost: CostModel | None = None  # the machine's rates, where they are known
         self._on_freed = on_freed
         self._seed = new_seed()
         self._touched = self._missed = self._step_seconds = 0.0
-        self._steps = 0
+        self._steps = self._decodes = 0
         self._considered = 0
+        self._cold: Sequence[float] = ()
+        self._ranked = -RECONSIDER  # the step at which `_cold` was made
+
+    def know(self, cost: CostModel) -> None:
+        """Tell the policies the machine's rates; again whenever a fit of them has moved."""
+        self.cost = cost
 
     # -- what the scheduler asks for -------------------------------------------------------
 
@@ -131,8 +138,13 @@ class Memory:
 
     # -- after each step -------------------------------------------------------------------
 
-    def after_step(self, touched: np.ndarray, scheduler: Scheduler, now: float, seconds: float) -> None:
-        """Learn from a step what it touched, int `[L, E]`, and let the boundary move."""
+    def after_step(
+        self, touched: np.ndarray, scheduler: Scheduler, now: float, seconds: float, prompt_tokens: int = 0
+    ) -> None:
+        """Learn from a step what it touched, int `[L, E]`, and let the boundary move.
+
+        The averages that the boundary sees are those of steps without a prompt's tokens.
+        """
         hit = touched > 0
         resident = self.experts.resident
         pairs = int(np.count_nonzero(hit))
@@ -140,13 +152,21 @@ class Memory:
         self.expert_hits += pairs - missed
         self.expert_misses += missed
         self._steps += 1
-        weight = 0.1 if self._steps > 10 else 1 / self._steps
-        self._touched += (pairs - self._touched) * weight
-        self._missed += (missed - self._missed) * weight
-        self._step_seconds += (seconds - self._step_seconds) * weight
-        if self.target >= self.plan.experts_total and resident.all():
+        if not prompt_tokens:
+            self._decodes += 1
+            weight = max(0.1, 1 / self._decodes)
+            self._touched += (pairs - self._touched) * weight
+            self._missed += (missed - self._missed) * weight
+            self._step_seconds += (seconds - self._step_seconds) * weight
+        if not self.plan.experts_lendable:
             return
+        whole = self.target >= self.plan.experts_total and resident.all()
+        if whole and self._steps % RECONSIDER:
+            return
+        # Also where nothing is lent: the first lending asks who is cold.
         self.residency.observe(self._steps, touched)
+        if whole:
+            return
         if self._steps - self._considered >= RECONSIDER or self.boundary.name == "swing":
             self._consider(scheduler, now, wanted=0)
         self._promote()
@@ -169,6 +189,18 @@ class Memory:
         resident = int(np.count_nonzero(experts.resident))
         oldest = scheduler.oldest_wait
         used = self.cache.counts().used
+        known: dict[str, float] = {}
+        if self.cost is not None:
+            cost = self.cost
+            known = {
+                "dense_bytes": cost.model.dense_bytes,
+                "link_bytes_s": cost.card.link_bytes_s / max(cost.factors.link, 1e-9),
+                "hbm_bytes_s": cost.card.hbm_bytes_s / max(cost.factors.hbm, 1e-9),
+                "prefill_seconds": cost.recompute_seconds(scheduler.mean_prompt),
+                "recompute_seconds": cost.recompute_seconds(
+                    scheduler.mean_prompt + scheduler.mean_output / 2
+                ),
+            }
         return Snapshot(
             now=now, expert_total=plan.experts_total, expert_resident=resident,
             expert_lendable=int(np.count_nonzero(experts.resident & experts.lendable)),
@@ -182,10 +214,22 @@ class Memory:
             kv_wanted_first=0 if scheduler.growing else wanted * per_block,
             running=len(scheduler.running), waiting=len(scheduler.waiting),
             oldest_wait=0.0 if oldest is None else now - oldest, can_finish=bool(scheduler.running),
-            touched=self._touched, missed=self._missed, step_seconds=self._step_seconds,
-            link_bytes_s=self.link_bytes_s, hbm_bytes_s=self.hbm_bytes_s,
+            max_running=scheduler.max_num_seqs, touched=self._touched, missed=self._missed,
+            cold_touches=self._cold_touches(), step_seconds=self._step_seconds,
             request_kv_pages=used * per_block / len(scheduler.running) if scheduler.running else 0.0,
+            request_output_tokens=scheduler.mean_output, **known,
         )  # fmt: skip
+
+    def _cold_touches(self) -> Sequence[float]:
+        """The residency policy's forecast of misses, and what a step hides of them, renewed at times."""
+        if self._steps - self._ranked >= RECONSIDER and self.plan.experts_lendable:
+            self._ranked = self._steps
+            if self.residency.probability().any():
+                self._cold = self.residency.cold_touches().tolist()
+            if self.cost is not None:
+                layers = self.experts.resident.shape[0]
+                self.residency.hide(round(self.cost.hidden_experts_per_layer(self._touched / layers), 1))
+        return self._cold
 
     def _apply(self, plan: BoundaryPlan, resident: int) -> None:
         self.target = plan.expert_pages

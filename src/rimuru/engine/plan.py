@@ -187,11 +187,13 @@ def plan_memory(
     device_available: int,
     host_available: int,
     device_is_host: bool,
+    reserve: int | None = None,
 ) -> MemoryPlan:
     """Lay out the device's and the host's memory for `config`; all sizes in bytes.
 
     Without `device_memory` a GPU gives its share and a CPU what the model can use, at most half of
-    what is free. Raises `MemoryPlanError` (too small, naming values that start) or `ConfigError`.
+    what is free. `reserve` stands for workspace and tables where they are known otherwise. Raises
+    `MemoryPlanError` (too small, naming values that start) or `ConfigError`.
     """
     positions = model.max_position_embeddings
     max_len = config.max_model_len or positions
@@ -204,6 +206,8 @@ def plan_memory(
     weights = model.dense_parameters() * itemsize + max_len * model.rotary_dim * 4
     workspace = workspace_bytes(model, config, itemsize)
     tables = len(geometry.groups) * config.max_num_seqs * blocks * 4 + total * 12 + GRANT * 16
+    if reserve is not None:
+        workspace, tables = reserve, 0
     fixed = weights + workspace + tables
     units = KVUnits.of(geometry, expert_class)
 

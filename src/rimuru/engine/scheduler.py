@@ -61,8 +61,18 @@ class StepResult:
 class Scheduler:
     """First come, first served, by priority; chunks of prompts share steps with decodes."""
 
-    def __init__(self, memory: Memory, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int):
+    def __init__(
+        self,
+        memory: Memory,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        slack_blocks: int = 1,
+    ):
+        """`slack_blocks`: blocks an admission leaves free for each running request's next growth."""
         self.memory = memory
+        self.slack_blocks = slack_blocks
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.block_tokens = memory.block_tokens
@@ -80,7 +90,9 @@ class Scheduler:
         self.admissible = True  # False keeps new requests waiting (draining)
         self._number = 0
         self._preempted_now = 0
-        self._max_num_seqs = max_num_seqs
+        self.max_num_seqs = max_num_seqs
+        self.mean_prompt = self.mean_output = 0.0  # tokens of the requests that finished lately
+        self._finished_count = 0
 
     # -- requests in and out ---------------------------------------------------------------
 
@@ -156,6 +168,10 @@ class Scheduler:
         if began is None or last is None:
             began = last = request.arrival
         first = first if first is not None else last
+        self._finished_count += 1
+        weight = max(0.02, 1 / self._finished_count)
+        self.mean_prompt += (request.num_prompt - self.mean_prompt) * weight
+        self.mean_output += (request.num_output - self.mean_output) * weight
         self.samples.append(
             RequestSample(
                 finish=reason.value, prompt_tokens=request.num_prompt, output_tokens=request.num_output,
@@ -270,11 +286,12 @@ class Scheduler:
                     # The last known token is always computed: its logits choose the next one.
                     hit = min(memory.match(request.block_keys), (len(request.tokens) - 1) // size)
             # The whole known sequence gets its pages now, so that no two admissions count the same
-            # free page and a resumed request never stalls half-way; one more block for each running
-            # request keeps the next growth from evicting what was just admitted.
+            # free page and a resumed request never stalls half-way; the slack for each running request
+            # keeps the next growth from evicting what was just admitted.
             blocks = -(-len(request.tokens) // size)
             slot = self.free_slots[-1]
-            if not memory.try_admit(slot, request.block_keys, hit, blocks, len(self.running), self, now):
+            slack = self.slack_blocks * len(self.running)
+            if not memory.try_admit(slot, request.block_keys, hit, blocks, slack, self, now):
                 break
             self.free_slots.pop()
             self.waiting.pop(0)
@@ -344,7 +361,7 @@ class Scheduler:
     def check(self) -> None:
         """Assert what must hold between steps; raises AssertionError naming what does not."""
         slots = [r.slot for r in self.running]
-        assert sorted(slots + self.free_slots) == list(range(self._max_num_seqs)), "a slot is lost or doubled"
+        assert sorted(slots + self.free_slots) == list(range(self.max_num_seqs)), "a slot is lost or doubled"
         assert len(self.requests) == len(self.running) + len(self.waiting), (
             "a request is in no queue or in two"
         )
