@@ -52,10 +52,12 @@ def test_a_window_hides_what_lies_before_it(window):
     compare(layout, [90, 200, 5], [60, 1, 5], 2, window=window)
 
 
-def test_splits_merge_in_order_and_leave_the_counters_at_zero(monkeypatch):
-    monkeypatch.setattr(kernels, "_device", lambda device: (4, 99))
+@pytest.mark.parametrize("multiprocessors", [4, 12])  # 4 splits, merged in the kernel; 9, merged by another
+def test_splits_merge_in_order_and_leave_the_counters_at_zero(multiprocessors, monkeypatch):
+    monkeypatch.setattr(kernels, "_device", lambda device: (multiprocessors, 99))
     layout = make_layout(torch.float32, 1, 16)
-    compare(layout, [1200, 129, 1], [1] * 3, 3)
+    compare(layout, [1200, 129, 1, 0], [1] * 4, 3)
+    compare(layout, [1200, 129, 1], [1, 60, 1], 3, window=400)
     assert not kernels._counters(DEVICE).any()
 
 
@@ -87,7 +89,7 @@ def test_unsupported_layouts_are_named():
 
 
 def test_split_count_fills_the_gpu_without_starving_long_sequences():
-    assert kernels.split_count(1, 4, 32_768, 128, 132) == 128
+    assert kernels.split_count(1, 4, 32_768, 128, 132) == 99
     assert kernels.split_count(256, 4, 1024, 128, 132) == 1
     assert kernels.split_count(256, 4, 32_768, 128, 132) == 8
     assert kernels.split_count(1, 4, 100, 128, 132) == 1

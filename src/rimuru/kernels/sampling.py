@@ -134,6 +134,15 @@ def choose(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """Temperature, min-p, top-k, top-p and the draw, on edited `logits [S, V]` -> tokens int64 `[S]`."""
     if batch.all_greedy:
         return logits.argmax(-1)
+    if logits.is_cuda:
+        from .triton import sampling  # needs a GPU's driver
+
+        return sampling.choose(logits, batch)
+    return choose_by_sort(logits, batch)
+
+
+def choose_by_sort(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """The twin of the fused draw, in torch operations on any device."""
     greedy = batch.temperature < GREEDY_BELOW
     score = logits.float() * torch.where(greedy, 1.0, 1.0 / batch.temperature)[:, None]
     keep = keep_mask(score, batch)

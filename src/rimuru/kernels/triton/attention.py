@@ -5,10 +5,11 @@ kernel compiles, so that every load keeps its full width; the grid depends on ho
 that a captured graph replays with any sequence lengths.
 
 A sequence with one query takes the decode kernel (Dao et al., Flash-Decoding, 2023): the cached
-tokens are split over thread blocks, and the last block of a head to finish merges the partial
-results in split order, so that the sum does not depend on timing. Longer queries take the prompt
-kernel (Dao, FlashAttention-2, 2023). A mixed step launches both, and each skips what is not its own,
-so how a token is computed depends on the number of sequences in the step, not on what they do.
+tokens are split over thread blocks. Few partial results are merged by the last block of a head to
+finish, many by a second launch; in split order, so that the sum does not depend on timing. Longer
+queries take the prompt kernel (Dao, FlashAttention-2, 2023). A mixed step launches both, and each
+skips what is not its own, so how a token is computed depends on the number of sequences in the step,
+not on what they do.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from ..types import KVLayout, KVView, StepMeta
 
 LOG2E = 1.4426950408889634
 MAX_SPLITS = 128
-BLOCKS_PER_SM = 4  # decode thread blocks a multiprocessor should find, to keep enough bytes in flight
+MAX_FUSED = tl.constexpr(4)  # splits that the last thread block to finish merges; more take a launch
+BLOCKS_PER_SM = 3  # decode thread blocks a multiprocessor should find, to keep enough bytes in flight
 COUNTERS = 1 << 17  # heads of sequences in one step
 
 
@@ -47,24 +49,27 @@ def shared_memory_class(capability: tuple[int, int]) -> int:
 def prompt_tile(dtype: torch.dtype, dim: int, shared: int) -> Tile:
     """Tile of the prompt kernel for a shared memory class."""
     if dtype == torch.float32:
-        return Tile(32, 32, 4, 2) if dim <= 128 else Tile(16, 16, 4, 2)
+        return Tile(32, 32, 8, 2) if dim <= 128 else Tile(16, 16, 4, 2)
     if dim <= 64:
-        return Tile(128, 64, 4, 3)
+        return Tile(128, 64, 4 if shared == 227 else 8, 3)
     if dim <= 128:
-        return {227: Tile(128, 128, 8, 3), 163: Tile(128, 64, 8, 3), 99: Tile(64, 64, 4, 2)}[shared]
-    return {227: Tile(128, 64, 8, 2), 163: Tile(64, 32, 4, 2), 99: Tile(64, 32, 4, 2)}[shared]
+        return Tile(128, 128, 8, 3) if shared == 227 else Tile(128, 32, 8, 2)
+    return Tile(128, 32, 8, 2) if shared == 227 else Tile(64, 32, 8, 2)
 
 
 def decode_tile(dtype: torch.dtype, dim: int, group: int, shared: int) -> Tile:
-    """Tile of the decode kernel; `m` holds the query heads of one KV head."""
+    """Tile of the decode kernel; `m` holds the query heads of one KV head.
+
+    Small tiles of two warps: several thread blocks a multiprocessor hide each other's latencies
+    better than deep pipelines of one.
+    """
     rows = max(16, triton.next_power_of_2(group))
     if dtype == torch.float32:
-        return Tile(rows, 32 if dim <= 128 else 16, 4, 2)
+        return Tile(rows, 16, 4, 2)
+    stages = 4 if shared > 99 else 3
     if dim <= 64:
-        return Tile(rows, 128, 4, 3)
-    if dim <= 128:
-        return Tile(rows, 64, 4, 3 if shared > 99 else 2)
-    return Tile(rows, 32, 4, 3 if shared > 99 else 2)
+        return Tile(rows, 64, 2, stages)
+    return Tile(rows, 32, 2, stages) if dim <= 128 else Tile(rows, 32, 4, stages)
 
 
 def check_supported(layout: KVLayout, q_heads: int) -> None:
@@ -80,17 +85,12 @@ def check_supported(layout: KVLayout, q_heads: int) -> None:
         raise ValueError(f"KV pages must be aligned to 16 bytes; the grain is {layout.grain}")
 
 
+# The loops below carry the pages of the next tokens from one turn to the next. Were they loaded where they
+# are used, the pipeline would hold one tile of K and V in flight instead of `stages - 1`.
 @triton.jit
-def _load_kv(
-    keys, row_ptr, n, live, d, GRAIN: tl.constexpr, KV: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-    ROW: tl.constexpr,
-):  # fmt: skip
-    """K and V of tokens n `[N]` of one head, `[N, D]`; tokens that are not live read as zero."""
-    page = tl.load(row_ptr + n // BLOCK_TOKENS, mask=live, other=0).to(tl.int64)
-    at = keys + (page * GRAIN + n % BLOCK_TOKENS * ROW)[:, None] + d[None, :]
-    k = tl.load(at, mask=live[:, None], other=0.0)
-    v = tl.load(at + KV, mask=live[:, None], other=0.0)
-    return k, v
+def _page(row_ptr, n, end, BLOCK_TOKENS: tl.constexpr):
+    """Table entries (grain indices) of the pages of tokens n `[N]`; 0 at or past `end`."""
+    return tl.load(row_ptr + n // BLOCK_TOKENS, mask=n < end, other=0)
 
 
 @triton.jit
@@ -100,9 +100,11 @@ def _prompt_scan(
     BLOCK_TOKENS: tl.constexpr, ROW: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Online softmax of a query tile over cached tokens `[begin, end)`."""
+    page = _page(row_ptr, begin + tl.arange(0, BLOCK_N), end, BLOCK_TOKENS)
     for start in range(begin, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
-        k, v = _load_kv(keys, row_ptr, n, n < end, d, GRAIN, KV, BLOCK_TOKENS, ROW)
+        at = keys + (page.to(tl.int64) * GRAIN + n % BLOCK_TOKENS * ROW)[:, None] + d[None, :]
+        k = tl.load(at, mask=(n < end)[:, None], other=0.0)
         score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if MASKED:
             seen = (n[None, :] <= at_q[:, None]) & (n < end)[None, :]
@@ -119,9 +121,10 @@ def _prompt_scan(
             weight = tl.exp2(score * scale - base[:, None])
         fade = tl.exp2(peak - base)
         total = total * fade + tl.sum(weight, 1)
-        acc = acc * fade[:, None]
-        acc = tl.dot(weight.to(v.dtype), v, acc, input_precision=PRECISION)
+        v = tl.load(at + KV, mask=(n < end)[:, None], other=0.0)
+        acc = tl.dot(weight.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
         peak = new_peak
+        page = _page(row_ptr, n + BLOCK_N, end, BLOCK_TOKENS)
     return acc, total, peak
 
 
@@ -166,6 +169,8 @@ def prompt_kernel(
     peak = tl.full([BLOCK_M], -float("inf"), tl.float32)
     if WINDOW:
         middle = tl.maximum(low + 1 - window, 0) // BLOCK_N * BLOCK_N
+    elif PRECISION == "ieee":
+        middle = low * 0  # one loop: two of these, without tensor cores, do not fit the registers
     else:
         middle = (low + 1) // BLOCK_N * BLOCK_N  # every query of the tile sees all tokens before this
         acc, total, peak = _prompt_scan(
@@ -180,13 +185,24 @@ def prompt_kernel(
     tl.store(out_ptr + rows[:, None] + d[None, :], acc.to(out_ptr.dtype.element_ty), (m < queries)[:, None])
 
 
+@triton.jit
+def _low(length, window, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """First token a decode query reads, rounded down to a tile."""
+    return tl.maximum(length - window, 0) // BLOCK_N * BLOCK_N if WINDOW else length * 0
+
+
+@triton.jit
+def _split_size(tokens, splits, BLOCK_N: tl.constexpr, MIN_SPLIT: tl.constexpr):
+    return tl.maximum(tl.cdiv(tl.cdiv(tokens, splits), BLOCK_N) * BLOCK_N, MIN_SPLIT)
+
+
 @triton.jit(do_not_specialize=["splits", "table_stride", "layer", "window"])
 def decode_kernel(
     q_ptr, pool_ptr, table_ptr, out_ptr, partial_ptr, lse_ptr, counter_ptr,
     query_start_ptr, slots_ptr, seq_lens_ptr, splits, table_stride, layer, scale, window,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     GRAIN: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    MIN_SPLIT: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    MIN_SPLIT: tl.constexpr, ROWS: tl.constexpr, FUSED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The query heads of one KV head against one split of one sequence. Grid: (KV heads, splits, S).
 
@@ -194,9 +210,12 @@ def decode_kernel(
     of two; lse: float32 `[S, KV heads, splits, ROWS]` in base 2; counters start and end at zero.
     """
     head, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # All loads before any branch, so that their latencies overlap.
     length = tl.load(seq_lens_ptr + seq)
     first = tl.load(query_start_ptr + seq)
-    if tl.load(query_start_ptr + seq + 1) - first != 1:
+    following = tl.load(query_start_ptr + seq + 1)
+    slot = tl.load(slots_ptr + seq).to(tl.int64)
+    if following - first != 1:
         return
     d = tl.arange(0, DIM)
     m = tl.arange(0, BLOCK_M)
@@ -206,10 +225,8 @@ def decode_kernel(
             zero = tl.zeros([BLOCK_M, DIM], out_ptr.dtype.element_ty)
             tl.store(out_ptr + rows[:, None] + d[None, :], zero, (m < GROUP)[:, None])
         return
-    low = 0
-    if WINDOW:
-        low = tl.maximum(length - window, 0) // BLOCK_N * BLOCK_N
-    size = tl.maximum(tl.cdiv(tl.cdiv(length - low, splits), BLOCK_N) * BLOCK_N, MIN_SPLIT)
+    low = _low(length, window, WINDOW, BLOCK_N)
+    size = _split_size(length - low, splits, BLOCK_N, MIN_SPLIT)
     used = tl.cdiv(length - low, size)
     if split >= used:
         return
@@ -217,7 +234,7 @@ def decode_kernel(
     KV: tl.constexpr = BLOCK_TOKENS * KV_HEADS * DIM
     ROW: tl.constexpr = KV_HEADS * DIM
     q = tl.load(q_ptr + rows[:, None] + d[None, :], mask=(m < GROUP)[:, None], other=0.0)
-    row_ptr = table_ptr + tl.load(slots_ptr + seq).to(tl.int64) * table_stride
+    row_ptr = table_ptr + slot * table_stride
     keys = pool_ptr + layer.to(tl.int64) * (2 * KV) + head * DIM
 
     begin = low + split * size
@@ -225,10 +242,13 @@ def decode_kernel(
     acc = tl.zeros([BLOCK_M, DIM], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     peak = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    page = _page(row_ptr, begin + tl.arange(0, BLOCK_N), end, BLOCK_TOKENS)
     for start in range(begin, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         live = n < end
-        k, v = _load_kv(keys, row_ptr, n, live, d, GRAIN, KV, BLOCK_TOKENS, ROW)
+        at = keys + (page.to(tl.int64) * GRAIN + n % BLOCK_TOKENS * ROW)[:, None] + d[None, :]
+        k = tl.load(at, mask=live[:, None], other=0.0)
+        v = tl.load(at + KV, mask=live[:, None], other=0.0)
         score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if WINDOW:
             live = live & (n >= length - window)
@@ -240,6 +260,7 @@ def decode_kernel(
         total = total * fade + tl.sum(weight, 1)
         acc = tl.dot(weight.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
         peak = new_peak
+        page = _page(row_ptr, n + BLOCK_N, end, BLOCK_TOKENS)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if used == 1:
         value = acc.to(out_ptr.dtype.element_ty)
@@ -250,37 +271,60 @@ def decode_kernel(
     mine = (owner * splits + split).to(tl.int64) * ROWS + m
     tl.store(partial_ptr + mine[:, None] * DIM + d[None, :], acc, (m < GROUP)[:, None])
     tl.store(lse_ptr + mine, peak + tl.log2(total), m < GROUP)
-    tl.debug_barrier()  # every thread's partial is written before the count that announces it
-    if tl.atomic_add(counter_ptr + owner, 1, sem="acq_rel") == used - 1:
-        tl.store(counter_ptr + owner, 0)
-        STEP: tl.constexpr = 8
-        r = tl.arange(0, ROWS)
-        s = tl.arange(0, STEP)
-        theirs = (owner * splits).to(tl.int64) * ROWS
-        top = tl.full([ROWS], -float("inf"), tl.float32)
-        for start in range(0, used, STEP):
-            ok = (start + s < used)[:, None] & (r < GROUP)[None, :]
-            at = theirs + (start + s)[:, None] * ROWS + r[None, :]
-            lse = tl.load(lse_ptr + at, mask=ok, other=-float("inf"), cache_modifier=".cg")
-            top = tl.maximum(top, tl.max(lse, 0))
-        top = tl.where(r < GROUP, top, 0.0)
-        out = tl.zeros([ROWS, DIM], tl.float32)
-        norm = tl.zeros([ROWS], tl.float32)
-        for start in range(0, used, STEP):
-            ok = (start + s < used)[:, None] & (r < GROUP)[None, :]
-            at = theirs + (start + s)[:, None] * ROWS + r[None, :]
-            lse = tl.load(lse_ptr + at, mask=ok, other=-float("inf"), cache_modifier=".cg")
+    if FUSED:
+        tl.debug_barrier()  # every thread's partial is written before the count that announces it
+        if tl.atomic_add(counter_ptr + owner, 1, sem="acq_rel") == used - 1:
+            tl.store(counter_ptr + owner, 0)
+            r = tl.arange(0, ROWS)
+            s = tl.arange(0, MAX_FUSED)
+            ok = (s < used)[:, None] & (r < GROUP)[None, :]
+            theirs = ((owner * splits).to(tl.int64) + s)[:, None] * ROWS + r[None, :]
+            lse = tl.load(lse_ptr + theirs, mask=ok, other=-float("inf"), cache_modifier=".cg")
             part = tl.load(
-                partial_ptr + at[:, :, None] * DIM + d[None, None, :],
+                partial_ptr + theirs[:, :, None] * DIM + d[None, None, :],
                 mask=ok[:, :, None], other=0.0, cache_modifier=".cg",
             )  # fmt: skip
-            share = tl.exp2(lse - top[None, :])
-            out += tl.sum(part * share[:, :, None], 0)
-            norm += tl.sum(share, 0)
-        out = out / tl.where(r < GROUP, norm, 1.0)[:, None]
-        at = ((first.to(tl.int64) * KV_HEADS + head) * GROUP + r) * DIM
-        value = out.to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + at[:, None] + d[None, :], value, (r < GROUP)[:, None])
+            top = tl.max(lse, 0)
+            share = tl.exp2(lse - tl.where(r < GROUP, top, 0.0)[None, :])
+            value = tl.sum(part * share[:, :, None], 0) / tl.where(r < GROUP, tl.sum(share, 0), 1.0)[:, None]
+            to = ((first.to(tl.int64) * KV_HEADS + head) * GROUP + r) * DIM
+            value = value.to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + to[:, None] + d[None, :], value, (r < GROUP)[:, None])
+
+
+@triton.jit(do_not_specialize=["splits", "window"])
+def merge_kernel(
+    partial_ptr, lse_ptr, out_ptr, query_start_ptr, seq_lens_ptr, splits, window,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr, MIN_SPLIT: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """One query head's partials, in split order. Grid: (query heads, S)."""
+    head, seq = tl.program_id(0), tl.program_id(1)
+    length = tl.load(seq_lens_ptr + seq)
+    first = tl.load(query_start_ptr + seq)
+    following = tl.load(query_start_ptr + seq + 1)
+    low = _low(length, window, WINDOW, BLOCK_N)
+    used = tl.cdiv(length - low, _split_size(length - low, splits, BLOCK_N, MIN_SPLIT))
+    if (following - first != 1) | (used < 2):
+        return
+    d = tl.arange(0, DIM)
+    base = (seq * KV_HEADS + head // GROUP).to(tl.int64) * splits
+    top = -float("inf")
+    norm = 0.0
+    out = tl.zeros([DIM], tl.float32)
+    for start in range(0, used, STEP):
+        s = start + tl.arange(0, STEP)
+        at = (base + s) * ROWS + head % GROUP
+        lse = tl.load(lse_ptr + at, mask=s < used, other=-float("inf"))
+        part = tl.load(partial_ptr + at[:, None] * DIM + d[None, :], mask=(s < used)[:, None], other=0.0)
+        new_top = tl.maximum(top, tl.max(lse, 0))
+        share = tl.exp2(lse - new_top)
+        fade = tl.exp2(top - new_top)
+        out = out * fade + tl.sum(part * share[:, None], 0)
+        norm = norm * fade + tl.sum(share, 0)
+        top = new_top
+    at = (first.to(tl.int64) * (KV_HEADS * GROUP) + head) * DIM + d
+    tl.store(out_ptr + at, (out / norm).to(out_ptr.dtype.element_ty))
 
 
 @functools.cache
@@ -346,11 +390,19 @@ def attention(q: torch.Tensor, kv: KVView, meta: StepMeta, scale: float, window:
         raise ValueError(f"a step holds at most {COUNTERS // lay.heads} sequences, got {seqs}")
     scratch = seqs * lay.heads * splits * rows
     partial = torch.empty(scratch * (dim + 1), dtype=torch.float32, device=q.device)
+    lse = partial[scratch * dim :]
+    fused = splits <= MAX_FUSED.value
     decode_kernel[(lay.heads, splits, seqs)](
-        q, kv.pool, kv.table, out, partial, partial[scratch * dim :], _counters(q.device), *where,
+        q, kv.pool, kv.table, out, partial, lse, _counters(q.device), *where,
         splits, stride, kv.layer, scale, window,
         KV_HEADS=lay.heads, GROUP=group, DIM=dim, BLOCK_TOKENS=lay.block_tokens, GRAIN=lay.grain_elems,
         WINDOW=window > 0, BLOCK_M=tile.m, BLOCK_N=tile.n, MIN_SPLIT=min_split, ROWS=rows,
-        PRECISION=precision, num_warps=tile.warps, num_stages=tile.stages,
+        FUSED=fused, PRECISION=precision, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+    if not fused:
+        merge_kernel[(q_heads, seqs)](
+            partial, lse, out, meta.query_start, meta.seq_lens, splits, window,
+            KV_HEADS=lay.heads, GROUP=group, DIM=dim, WINDOW=window > 0, BLOCK_N=tile.n, MIN_SPLIT=min_split,
+            ROWS=rows, STEP=32, num_warps=4,
+        )  # fmt: skip
     return out
