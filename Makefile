@@ -50,10 +50,10 @@ serve: setup ## serve MODEL (default: the demo model); flags in ARGS
 	$(BIN)/rimuru serve $(or $(MODEL),demo) $(ARGS)
 
 fuzz: setup ## property tests with many more examples
-	HYPOTHESIS_PROFILE=fuzz $(BIN)/pytest tests/pool tests/cache tests/engine -m '' --timeout 3600
+	HYPOTHESIS_PROFILE=fuzz $(BIN)/pytest $$(grep -rlE '^(from|import) hypothesis' tests --include 'test_*.py') --timeout 3600
 
-bench: setup ## host time per step, and decode speed of the demo model
-	$(BIN)/rimuru bench $(ARGS)
+bench: setup ## one benchmark of `rimuru bench --help`: BENCH (default host_step), flags in ARGS
+	$(BIN)/rimuru bench $(or $(BENCH),host_step) $(ARGS)
 
 clean: ## remove .venv and caches of the tools (the demo model in the user's cache stays)
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist src/*.egg-info

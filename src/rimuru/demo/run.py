@@ -26,8 +26,10 @@ from rimuru.errors import RimuruError
 from .build import ensure_demo
 from .display import Chat, Lines, Panes
 
+# The first is worded so that the likeliest token leads by 1.5 or more at every step up to "Paris": bf16
+# moves logits by up to a few tenths. Without its second sentence the lead is 0.1.
 QUESTIONS = (
-    "What is the capital of France?",
+    "What is the capital of France? Answer in one sentence.",
     "Why is the sky blue?",
     "Give me three tips for learning to cook.",
     "Tell me a short story about a lighthouse keeper.",
@@ -36,7 +38,7 @@ ANSWER_TOKENS = 120
 # The 240 experts alone are 1.27 GB; this leaves room for fewer than half beside the other weights,
 # a step's workspace and KV.
 DEVICE_MEMORY = 800_000_000
-SERVE_FLAGS = ("--max-model-len", "2048", "--max-num-seqs", "8", "--max-num-batched-tokens", "256")
+SERVE_FLAGS = ("--max-model-len", "512", "--max-num-seqs", "8", "--max-num-batched-tokens", "256")
 START_SECONDS = 300
 STOP_SECONDS = 40
 POLL_SECONDS = 0.1
