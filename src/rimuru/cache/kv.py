@@ -77,6 +77,7 @@ class KVCache:
         # rows[slot][group]: pages, those reserved ahead at the end.
         self._rows: list[list[list[int]]] = [[[] for _ in group_classes] for _ in range(slots)]
         self._committed = [0] * slots  # leading blocks that need no publishing any more
+        self._nowhere = (None,) * len(group_classes)
         self._only = next(iter(self._each.items())) if len(self._each) == 1 else None
         self._ahead = reserve_blocks
         self._active = 0  # slots that hold anything
@@ -175,11 +176,9 @@ class KVCache:
                 return missing
             # From now on reserve nothing, until a request ends: it would be taken back at once.
             self._ahead = 0
-            got = self._take(slot, need, 0)
-            assert got == need
+            got = need
         if not have:
             self._active += 1
-        self._taken += got
         self._room[slot] = have + got
         self.held[slot] = blocks_total
         if self._tables is not None:
@@ -245,7 +244,7 @@ class KVCache:
         if not self._room[slot]:
             return
         row = self._rows[slot]
-        if not self._committed[slot]:
+        if not self.prefix_caching:
             self._free_all(slot)
         else:
             gone: list[tuple[int, ...]] = []
@@ -262,8 +261,6 @@ class KVCache:
                         run.append(block)
             if run:
                 self._idle.add(stamp, run)
-            for cls in self._each:
-                self.allocator.disown(cls, slot)
             own = [*self._private[slot], *range(self._committed[slot], self._room[slot])]
             gone += [tuple(pages[i] for pages in row) for i in own]
             self._give(None, gone)
@@ -306,7 +303,7 @@ class KVCache:
         return out
 
     def _make_room(self, need: int, slot: int, evict: bool) -> int:
-        """Free pages until `need` more blocks can be taken; blocks missing if that cannot be."""
+        """Give a slot `need` more blocks at others' cost; 0, or the blocks missing if it cannot be."""
         spare = self.reserved_blocks() - (self._room[slot] - self.held[slot])
         over = max(-(-self.allocator.excess(cls) // n) for cls, n in self._each.items())
         short = need + over - self.allocator.obtainable_together(self._each)
@@ -316,53 +313,81 @@ class KVCache:
         if spare:
             short -= self.take_back_reserved(but=slot)
         if short > 0:
-            self.evict(short)
+            victims = self._idle.pop(short)
+            if over:
+                self._forget(victims)
+            else:
+                need -= self._adopt(slot, victims)
+        if need:
+            got = self._take(slot, need, 0)
+            assert got == need
         return 0
+
+    def _adopt(self, slot: int, blocks: Sequence[Block]) -> int:
+        """Put the pages of idle blocks into a slot's row, as if evicted and taken again."""
+        self._unpublish(blocks)
+        for group, pages in enumerate(self._rows[slot]):
+            pages += [block.pages[group] for block in blocks]
+        if self._freed is not None:
+            for cls, groups in self._groups_of.items():
+                self._freed += [(cls, block.pages[group]) for block in blocks for group in groups]
+        return len(blocks)
 
     # ---------------------------------------------------------------- pages
 
     def _take(self, slot: int, need: int, ahead: int) -> int:
         """Append `need` blocks (and up to `ahead` more) to a slot's row; how many were, 0 if short."""
         row = self._rows[slot]
+        owner: int | None = slot
+        near: Sequence[int | None] = self._nowhere
+        if self.prefix_caching:
+            owner = None  # the pages may outlive the request
+            if row[0]:
+                near = [pages[-1] for pages in row]
         if self._only is not None:
             cls, n = self._only
-            pages = self.allocator.take(cls, need * n, slot, ahead * n, n)
+            pages = self.allocator.take(cls, need * n, owner, ahead * n, n, near[-1])
             if isinstance(pages, Shortage):
                 return 0
-            if n == 1:
-                if row[0]:
-                    row[0] += pages
-                else:
-                    row[0] = pages
-                return len(pages)
-            for group in range(n):
-                row[group] += pages[group::n]
-            return len(pages) // n
+            got = len(pages) // n
+            if n > 1:
+                for group in range(n):
+                    row[group] += pages[group::n]
+            elif row[0]:
+                row[0] += pages
+            else:
+                row[0] = pages
+            self._taken += got
+            return got
         most = self.allocator.obtainable_together(self._each)
         if most < need:
             return 0
         taken: dict[int, list[int]] = {}
         got = min(need + ahead, most)
         for cls, n in self._each.items():
-            pages = self.allocator.take(cls, need * n, slot, (got - need) * n, n)
+            last = near[self._groups_of[cls][-1]]
+            pages = self.allocator.take(cls, need * n, owner, (got - need) * n, n, last)
             assert not isinstance(pages, Shortage)
             taken[cls] = pages
             got = min(got, len(pages) // n)
         for cls, groups in self._groups_of.items():
             n, pages = len(groups), taken[cls]
             if len(pages) > got * n:
-                self.allocator.give(cls, pages[got * n :], slot)
+                self.allocator.give(cls, pages[got * n :], owner)
             for i, group in enumerate(groups):
                 row[group] += pages[i : got * n : n]
+        self._taken += got
         return got
 
     def _forget(self, blocks: Sequence[Block]) -> None:
         """Free blocks that are idle no more and have no users."""
+        self._unpublish(blocks)
+        self._give(None, [block.pages for block in blocks])
+
+    def _unpublish(self, blocks: Sequence[Block]) -> None:
         by_key = self._by_key
         for block in blocks:
-            assert block.key is not None
-            del by_key[block.key]
-        self._give(None, [block.pages for block in blocks])
+            del by_key[block.key]  # type: ignore[arg-type]  # idle blocks have keys
         self._blank += blocks
 
     def _cut(self, slot: int, keep: int) -> None:
@@ -370,7 +395,8 @@ class KVCache:
         if keep == self._room[slot]:
             return
         row = self._rows[slot]
-        self._give(slot, list(zip(*(pages[keep:] for pages in row), strict=True)))
+        owner = None if self.prefix_caching else slot
+        self._give(owner, list(zip(*(pages[keep:] for pages in row), strict=True)))
         for pages in row:
             del pages[keep:]
         self._room[slot] = keep

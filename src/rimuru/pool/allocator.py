@@ -218,12 +218,15 @@ class Allocator:
 
     # ---------------------------------------------------------------- taking
 
-    def take(self, cls: int, n: int, owner: Hashable, ahead: int = 0, unit: int = 1) -> list[int] | Shortage:
+    def take(
+        self, cls: int, n: int, owner: Hashable, ahead: int = 0, unit: int = 1, near: int | None = None
+    ) -> list[int] | Shortage:
         """Take `n` pages for `owner`, all or none.
 
         `ahead` asks for up to that many pages more, in multiples of `unit`, and only from the parent
         that gives the last of the `n`: pages reserved so never keep a parent from merging alone.
-        The list is then longer than `n`. Raises ValueError for a negative count.
+        The list is then longer than `n`. `near`: a page of this class whose parent to try first;
+        without it that is the parent the owner took from last. Raises ValueError for a negative count.
         """
         level = self._levels[cls]
         if n < 1 or ahead < 0:
@@ -243,43 +246,67 @@ class Allocator:
             holding = _Holding()
             if owner is not None:
                 level.held[owner] = holding
+        tail = holding.tail if near is None else self._parent_of(level, near)
         pages: list[int] = []
         need = n
-        if level.split.get(holding.tail):
-            pages = self._draw(level, holding, holding.tail, n, ahead, unit)
+        if level.split.get(tail):
+            pages = self._draw(level, holding, tail, n, ahead, unit)
             need -= len(pages)
         if need > 0 and up is not None:
             whole, rest = divmod(need, level.per)
             if rest and rest + ahead >= level.per and not (level.per - rest) % unit:
                 whole += 1  # what is asked for ahead is all that a new parent would have left
             if whole:
-                parents, known = self._new_parents(level, whole), level.pages
+                parents, made = self._new_parents(level, whole), level.pages
                 for parent in parents:
-                    pages += known[parent] if parent in known else level.pages_of(parent)
-                holding.whole += parents
+                    pages += made[parent] if parent in made else level.pages_of(parent)
+                if owner is None:
+                    level.split.update(dict.fromkeys(parents, _FULL))
+                else:
+                    holding.whole += parents
                 need = n - len(pages)
         while need > 0:
-            pages += self._draw(level, holding, self._choose(level, need, ahead), need, ahead, unit)
+            home = self._choose(level, need, ahead)
+            if home is None:
+                pages += self._draw_new(level, holding, need, ahead, unit)
+            else:
+                pages += self._draw(level, holding, home, need, ahead, unit)
             need = n - len(pages)
         level.used += len(pages)
         return pages
 
-    def _choose(self, level: _Level, need: int, ahead: int) -> int:
-        """The parent to draw from: an open one with room for all, a new one, an open one with room
-        for what is needed, the emptiest open one. Among equals the fullest."""
-        if level.parent is None:
+    def _choose(self, level: _Level, need: int, ahead: int) -> int | None:
+        """The parent to draw from: an open one with room for all, a new one (None), an open one with
+        room for what is needed, the emptiest open one. Among equals the fullest."""
+        up = level.parent
+        if up is None:
             return _ROOT
         filled = level.filled
-        for want in (need + ahead, need):
-            enough = filled >> want << want if want < level.per else 0
+        if need + ahead < level.per:
+            enough = filled >> need + ahead << need + ahead
             if enough:
                 return next(reversed(level.buckets[(enough & -enough).bit_length() - 1]))
-            if want == need + ahead:
-                for parent in self._new_parents(level, 1):
-                    level.split[parent] = set(level.pages_of(parent))
-                    level.free += level.per
-                    return parent
-        return next(reversed(level.buckets[filled.bit_length() - 1]))
+        if up.free if level.simple else self._room(up):
+            return None
+        enough = filled >> need << need or 1 << filled.bit_length() - 1
+        return next(reversed(level.buckets[(enough & -enough).bit_length() - 1]))
+
+    def _draw_new(self, level: _Level, holding: _Holding, need: int, ahead: int, unit: int) -> list[int]:
+        """Cut a new parent and take up to `need` pages (and some ahead) of it into a holding."""
+        (parent,) = self._new_parents(level, 1)
+        n, per = need, level.per
+        if n < per and ahead:
+            extra = min(per - n, ahead)
+            n += extra - extra % unit
+        n = min(n, per)
+        every = level.pages_of(parent)
+        pages = list(every[:n])
+        level.split[parent] = set(every[n:]) if n < per else _FULL
+        level.free += per - n
+        level.file(parent, 0, per - n)
+        holding.parts[parent] = set(pages)
+        holding.tail = parent
+        return pages
 
     def _draw(
         self, level: _Level, holding: _Holding, parent: int, need: int, ahead: int, unit: int
@@ -329,7 +356,11 @@ class Allocator:
         pages = []
         while len(pages) < n:
             # One at a time is fullest first: what is nearly full fills up, so that the rest can merge.
-            pages += self._draw(source, nobody, self._choose(source, 1, 0), n - len(pages), 0, 1)
+            home = self._choose(source, 1, 0)
+            if home is None:
+                pages += self._draw_new(source, nobody, n - len(pages), 0, 1)
+            else:
+                pages += self._draw(source, nobody, home, n - len(pages), 0, 1)
         return pages
 
     # ---------------------------------------------------------------- giving back
@@ -420,6 +451,8 @@ class Allocator:
     def _parent_of(self, level: _Level, page: int) -> int:
         if level.parent is None:
             return _ROOT
+        if level.simple:
+            return page - page % level.parent.stride
         chain = []
         up: _Level | None = level.parent
         while up is not None:
