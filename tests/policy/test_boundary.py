@@ -157,7 +157,7 @@ def test_cached_prefixes_give_way_only_to_experts_whose_misses_cost():
 
 @pytest.mark.parametrize("policy", [Reactive(), Reactive(reserve=0.0)])
 def test_no_oscillation_on_constant_load(policy):
-    toy = Toy(policy, arrivals_per_step=0.5, seed=1)
+    toy = Toy(policy, arrivals=25.0, seed=1)
     toy.run(3000)
     toy.moves.clear()
     toy.run(3000)
@@ -167,7 +167,7 @@ def test_no_oscillation_on_constant_load(policy):
 
 
 def test_every_request_is_served_and_experts_come_back_after_a_burst():
-    toy = Toy(Reactive(), arrivals_per_step=0.0, seed=2)
+    toy = Toy(Reactive(), arrivals=0.0, seed=2)
     toy.burst(60)
     toy.run(40)
     low = toy.resident
@@ -178,7 +178,7 @@ def test_every_request_is_served_and_experts_come_back_after_a_burst():
 
 
 def test_swing_moves_its_share_and_still_serves():
-    toy = Toy(Swing(0.25), arrivals_per_step=0.2, seed=3)
+    toy = Toy(Swing(0.25), arrivals=10.0, seed=3)
     toy.run(2000)
     assert toy.finished > 100
     assert sum(m < 0 for m in toy.moves) > 500

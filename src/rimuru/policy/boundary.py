@@ -10,7 +10,7 @@ cached prefixes, a running request, and only then experts that cost link time.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -43,15 +43,19 @@ class Snapshot:
     kv_wanted_first: int = 0  # of these, the oldest one's
     running: int = 0
     waiting: int = 0
+    max_running: int = 0  # requests the scheduler lets run at once; 0: no limit
     oldest_wait: float = 0.0
     can_finish: bool = True  # running requests will free pages without help
     # measured
     touched: float = 0.0  # (layer, expert) pairs touched a step
     missed: float = 0.0  # of these, not resident
-    step_seconds: float = 0.0
+    cold_touches: Sequence[float] = ()  # touches a step of the coldest 0 ... 1 of all experts, evenly spaced
+    step_seconds: float = 0.0  # of a step without a prompt in it
+    dense_bytes: float = 0.0  # what every step reads beside experts and KV
     link_bytes_s: float = 0.0
     hbm_bytes_s: float = 0.0
     request_kv_pages: float = 0.0  # mean KV pages a request holds over its life
+    request_output_tokens: float = 0.0  # mean
     prefill_seconds: float = 0.0  # of a mean request, computed at once
     recompute_seconds: float = 0.0  # price of a preemption by recomputing
     swap_seconds: float = 0.0  # price of a preemption by swapping; 0: cannot swap
@@ -76,13 +80,15 @@ class BoundaryPlan:
     """What to do before this step.
 
     expert_pages: how many experts may be resident; below the present number, demote, above it,
-    promote as free pages allow. evict_pages: KV pages of cached prefixes to drop now. cause: `hold`,
-    `growth`, `admission`, `surplus`, `wait` (forced). preempt_by: the cheaper way, should the
-    scheduler have to preempt.
+    promote as free pages allow: KV takes none of the pages that are wanted so. evict_pages: KV pages
+    of cached prefixes to drop now. cause: `hold`, `growth`, `admission`, `surplus`, `loss` (more is lent
+    than pays), `wait` (forced). admit: False while free pages are for running requests and returning
+    experts only. preempt_by: the cheaper way, should the scheduler have to preempt.
     """
 
     expert_pages: int
     evict_pages: int = 0
+    admit: bool = True
     cause: str = "hold"
     forced: bool = False
     preempt_by: str = "recompute"
@@ -250,7 +256,7 @@ class Reactive:
             return self._lend(s) if s.shortfall > 0 else _hold(s, s.expert_resident)
         if self._quiet_since is None:
             self._quiet_since = s.now
-        return self._reclaim(s)
+        return self._give_back(s)
 
     def _lend(self, s: Snapshot) -> BoundaryPlan:
         hidden = hidden_experts(s)
@@ -267,7 +273,7 @@ class Reactive:
             numbers={"shortfall": s.shortfall, "hidden_experts": hidden},
         )
 
-    def _reclaim(self, s: Snapshot) -> BoundaryPlan:
+    def _give_back(self, s: Snapshot) -> BoundaryPlan:
         reserve = s.kv_per_expert + int(self.reserve * s.kv_used)
         spare = -s.shortfall - reserve
         # A cached prefix gives way to an expert whose misses cost link time, not to a hidden one.
@@ -314,7 +320,8 @@ class Swing:
         self._low = not self._low
         plan = self._demand.decide(s)
         if not self._low:
-            target = s.expert_total if s.shortfall <= 0 else plan.expert_pages
+            back = max(0, -s.shortfall) // s.kv_per_expert
+            target = max(plan.expert_pages, min(s.expert_total, s.expert_resident + back))
             return BoundaryPlan(expert_pages=target, evict_pages=plan.evict_pages, cause="swing")
         down = min(round(self.fraction * s.expert_total), s.room_to_lend)
         target = min(plan.expert_pages, s.expert_resident - down)
@@ -370,8 +377,14 @@ def make_policy(
     name: str,
     *,
     resident_experts: int | None = None,
+    max_boundary_wait: float = 2.0,
+    ttft_slo_ms: float | None = None,
+    itl_slo_ms: float | None = None,
 ) -> BoundaryPolicy:
-    """The policy of `--memory-policy NAME`. Raises `ConfigError` for names and values that cannot be."""
+    """The policy of `--memory-policy NAME`; waits and objectives are those of `economic`.
+
+    Raises `ConfigError` for names and values that cannot be.
+    """
     if name == "static":
         if resident_experts is None:
             raise ConfigError("--memory-policy static needs --resident-experts N")
@@ -380,7 +393,11 @@ def make_policy(
         return Fixed()
     if name == "reactive":
         return Reactive()
-    raise ConfigError(f"--memory-policy {name!r} is unknown; choose one of fixed, static, reactive")
+    if name == "economic":
+        from .economic import Economic  # it builds on this module
+
+        return Economic(max_wait=max_boundary_wait, ttft_slo_ms=ttft_slo_ms, itl_slo_ms=itl_slo_ms)
+    raise ConfigError(f"--memory-policy {name!r} is unknown; choose one of fixed, static, reactive, economic")
 
 
 def _hold(s: Snapshot, target: int) -> BoundaryPlan:
