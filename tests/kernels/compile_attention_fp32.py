@@ -1,4 +1,4 @@
-"""The float32 attention kernels, for `kernels.compile_only`; minutes, because nothing of them is one instruction."""
+"""The float32 attention kernels, for `kernels.compile_only`. They take minutes."""
 
 from __future__ import annotations
 

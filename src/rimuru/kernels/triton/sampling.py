@@ -102,25 +102,33 @@ def _ordered(x):
 def _kth(row_ptr, inverse, low, high, k, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """Key of the k-th largest score, or any key with exactly k scores at or above it.
 
-    Keeps count(>= low) >= k and count(>= high) < k, and asks for three keys between them at a time.
+    Keeps count(>= low) >= k and count(>= high) < k (int64, low < high), and in each turn asks for three
+    keys between them and draws both in to keys that occur.
     """
     while high - low > 1:
         quarter = (high - low + 3) // 4
-        a, b, c = low + quarter, low + 2 * quarter, low + 3 * quarter
+        a, b, c = low + quarter, low + 2 * quarter, tl.minimum(low + 3 * quarter, high)
+        b = tl.minimum(b, high)
         # Counted a lane at a time: a sum over lanes in every turn would cost more than the turn.
         lanes_a = tl.zeros([BLOCK], tl.int32)
         lanes_b = tl.zeros([BLOCK], tl.int32)
         lanes_c = tl.zeros([BLOCK], tl.int32)
+        lowest = tl.full([BLOCK], 2147483647, tl.int32)
+        highest = tl.full([BLOCK], -2147483648, tl.int32)
         for start in range(0, VOCAB, BLOCK):
-            key = _ordered(_scores(row_ptr, start + tl.arange(0, BLOCK), VOCAB, inverse)).to(tl.int64)
-            lanes_a += (key >= a).to(tl.int32)
-            lanes_b += (key >= b).to(tl.int32)
-            lanes_c += (key >= c).to(tl.int32)
+            key = _ordered(_scores(row_ptr, start + tl.arange(0, BLOCK), VOCAB, inverse))
+            lanes_a += (key >= a.to(tl.int32)).to(tl.int32)
+            lanes_b += (key >= b.to(tl.int32)).to(tl.int32)
+            lanes_c += (key >= c.to(tl.int32)).to(tl.int32)
+            lowest = tl.minimum(lowest, tl.where(key >= low.to(tl.int32), key, 2147483647))
+            highest = tl.maximum(highest, tl.where(key < high.to(tl.int32), key, -2147483648))
         at_a, at_b, at_c = tl.sum(lanes_a, 0), tl.sum(lanes_b, 0), tl.sum(lanes_c, 0)
+        least, most = tl.min(lowest, 0).to(tl.int64), tl.max(highest, 0).to(tl.int64)
         low = tl.where(at_c >= k, c, tl.where(at_b >= k, b, tl.where(at_a >= k, a, low)))
         high = tl.where(at_a < k, a, tl.where(at_b < k, b, tl.where(at_c < k, c, high)))
-        at_low = tl.where(at_c >= k, at_c, tl.where(at_b >= k, at_b, tl.where(at_a >= k, at_a, 0)))
-        high = tl.where(at_low == k, low, high)
+        exact = tl.where(at_c >= k, at_c, tl.where(at_b >= k, at_b, tl.where(at_a >= k, at_a, 0))) == k
+        low = tl.maximum(low, least)
+        high = tl.where(exact, low, tl.minimum(high, most + 1))
     return low
 
 
@@ -154,7 +162,9 @@ def filter_kernel(
     # Nothing under this key passes min-p or top-k; it may let through more than k only where scores tie.
     limit = _ordered(peak + tl.log(floor)).to(tl.int64)
     if (k > 0) & (k < VOCAB):
-        low = tl.full((), -2139095041, tl.int64)  # the key of -inf
+        # k splits hold a score at or above the k-th largest of their peaks.
+        above = tl.sum((peaks[None, :] >= peaks[:, None]).to(tl.int32), 1)
+        low = _ordered(tl.max(tl.where(above >= k, peaks, -float("inf")), 0)).to(tl.int64)
         high = _ordered(peak).to(tl.int64) + 1
         limit = tl.maximum(_kth(row_ptr, inverse, low, high, k, VOCAB, BLOCK), limit)
     total = tl.sum(tl.load(mass_ptr + at, mask=s < SPLITS, other=0.0) * tl.exp(peaks - peak), 0)
