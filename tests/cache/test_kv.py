@@ -130,6 +130,32 @@ class AnyLife(RuleBasedStateMachine):
         cached = self.cache.evictable_blocks()
         assert self.cache.evict(n) == min(n, cached)
 
+    @rule(n=st.integers(1, 2))
+    def evict_parents(self, n):
+        before = {cls: self.allocator.parents(cls) for cls in self.cache._each}
+        freed = self.cache.evict_parents(n)
+        assert sum(before.values()) - sum(map(self.allocator.parents, before)) == freed
+
+    @rule(most=st.sampled_from([1, 3, 100]), pins=st.integers(0, 3))
+    def compact(self, most, pins):
+        """Nothing is lost: every block shows what it showed, at its new place."""
+        before = {slot: self.pages(slot) for slot in self.total}
+        moves = self.cache.compact(most, lambda cls, page: page % 4 < pins)
+        assert all(m.source % 4 >= pins for m in moves)
+        for cls, groups in self.cache._groups_of.items():
+            new = {m.source: m.target for m in moves if m.cls == cls}
+            assert new.keys().isdisjoint(new.values())
+            assert len(new) <= most
+
+            def moved(pages, groups=groups, new=new):
+                return tuple(new.get(p, p) if g in groups else p for g, p in enumerate(pages))
+
+            self.content = {moved(pages): key for pages, key in self.content.items()}
+            before = {slot: [moved(p) for p in pages] for slot, pages in before.items()}
+            if most == 100 and pins == 0:
+                assert len(self.allocator.open_parents(cls)) <= 1
+        assert before == {slot: self.pages(slot) for slot in self.total}
+
     @rule()
     def reset(self):
         self.cache.reset_prefix()
@@ -286,3 +312,59 @@ def test_freed_pages_are_told_for_poisoning():
     cache.release(0)
     assert {p for _, p in cache.freed()} >= set(pages)
     assert cache.freed() == []
+
+
+def test_compaction_leaves_one_partly_used_parent_and_moves_the_tables_with_it():
+    written = {}
+
+    class Tables:
+        def stage_row(self, group, slot, block, pages):
+            for i, page in enumerate(pages):
+                written[group, slot, block + i] = page
+
+    cache = make(roots=8, tables=Tables(), reserve_blocks=0)
+    cls = next(iter(cache._each))
+    for step in range(1, 9):
+        for slot in range(6):
+            cache.grow(slot, step)
+    for slot in (0, 2, 4):
+        cache.release(slot)
+    whole = cache.allocator.whole_free()
+    moves = cache.compact(most=1000)
+    assert moves
+    assert cache.allocator.whole_free() > whole
+    assert len(cache.allocator.open_parents(cls)) <= 1
+    for slot in (1, 3, 5):
+        assert cache.row(slot) == [written[0, slot, i] for i in range(8)]
+    cache.check()
+    assert cache.compact() == []
+
+
+def test_pinned_pages_stay_and_their_parents_take_others_in():
+    cache = make(roots=8, reserve_blocks=0)
+    for step in range(1, 9):
+        for slot in range(6):
+            cache.grow(slot, step)
+    for slot in range(1, 6):
+        cache.release(slot)
+    stays = set(cache.row(0)[:2])
+    moves = cache.compact(1000, lambda cls, page: page in stays)
+    assert not stays & {m.source for m in moves}
+    assert set(cache.row(0)) >= stays
+
+
+def test_eviction_by_parent_forgets_the_cheapest_tails():
+    cache = make(roots=8, reserve_blocks=0)
+    cls = next(iter(cache._each))
+    per = cache.allocator.geometry.classes[cls].per_parent
+    long, short = keys_of(list(range(12 * per))), keys_of(list(range(1000, 1000 + 4 * per)))
+    for slot, keys in ((0, long), (1, short)):
+        cache.admit(slot, keys, 0)
+        cache.grow(slot, len(keys))
+        cache.commit(slot, keys, len(keys))
+        cache.release(slot)
+    assert cache.evict_parents(1) == 1
+    assert cache.match(long) == 2 * per, "the last parent of the long prefix was cheapest and oldest"
+    assert cache.match(short) == per
+    assert cache.evict_parents(100) == 3
+    assert cache.cached_blocks() == 0

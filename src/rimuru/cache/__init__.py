@@ -3,7 +3,7 @@
 Room: the cache. Rule: imports the pool and nothing else; no torch.
 """
 
-from .kv import BlockCounts, KVCache
+from .kv import BlockCounts, KVCache, Move
 from .prefix import extend_keys, new_seed
 
-__all__ = ["BlockCounts", "KVCache", "extend_keys", "new_seed"]
+__all__ = ["BlockCounts", "KVCache", "Move", "extend_keys", "new_seed"]

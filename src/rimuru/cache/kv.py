@@ -14,11 +14,13 @@ they have one user, the slot in whose row they stand.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from rimuru.pool import Allocator, CorruptPoolError, Shortage
+from rimuru.pool.compact import plan_moves
 
 from .idle import Block, IdleBlocks
 
@@ -37,6 +39,15 @@ class BlockCounts:
     cached: int
     reserved: int
     free: int
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A page of class `cls` whose bytes go from grain `source` to grain `target`."""
+
+    cls: int
+    source: int
+    target: int
 
 
 class KVCache:
@@ -281,6 +292,84 @@ class KVCache:
         victims = self._idle.pop(blocks)
         self._forget(victims)
         return len(victims)
+
+    def evict_parents(self, parents: int) -> int:
+        """Forget cached blocks until `parents` parents have come back whole; how many did.
+
+        Only parents that hold nothing but idle blocks are candidates. The price of one is what has
+        to be computed again: its blocks and, as a prefix is found from its head, the blocks behind
+        them. Cheapest first, then least recently used. This looks at every idle block.
+        """
+        allocator = self.allocator
+        runs = list(self._idle.runs())
+        places: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for r, run in enumerate(runs):
+            for at, block in enumerate(run):
+                for cls, groups in self._groups_of.items():
+                    for group in groups:
+                        parent = allocator.parent_of(cls, block.pages[group])
+                        places.setdefault((cls, parent), []).append((r, at))
+        offers = []
+        for (cls, parent), found in places.items():
+            if parent >= 0 and allocator.load(cls, parent) == len(found):
+                heads: dict[int, int] = {}
+                for r, at in found:
+                    heads[r] = min(at, heads.get(r, at))
+                offers.append((sum(len(runs[r]) - at for r, at in heads.items()), max(heads), heads))
+        offers.sort(key=lambda offer: offer[:2])
+
+        def cut() -> int:
+            return sum(map(allocator.parents, self._each))
+
+        before = cut()
+        for _, _, heads in offers:
+            if before - cut() >= parents:
+                break
+            victims = [block for r, at in heads.items() for block in runs[r][at:]]
+            for block in victims:
+                self._idle.take(block)
+            for r, at in heads.items():
+                del runs[r][at:]
+            self._forget(victims)
+        return before - cut()
+
+    def compact(
+        self, most: int = 64, pinned: Callable[[int, int], bool] = lambda cls, page: False
+    ) -> list[Move]:
+        """Move pages together so that parents come back whole; at most `most` moves a page class.
+
+        Rows, shared blocks, tables and the allocator know the new places when this returns. The
+        caller copies the bytes of every move, in stream order after all work that was launched
+        before and before the tables are flushed; only then may a source be written or poisoned.
+        `pinned(cls, page)`: pages that must stay (being sent elsewhere, guarded by an epoch).
+        """
+        moves: list[Move] = []
+        for cls, groups in self._groups_of.items():
+            plan = plan_moves(self.allocator.open_parents(cls), partial(pinned, cls), most)
+            if not plan:
+                continue
+            self.allocator.move(cls, plan)
+            new = dict(plan)
+            self._relocate(groups, new)
+            moves += [Move(cls, source, target) for source, target in plan]
+            if self._freed is not None:
+                self._freed += [(cls, source) for source in new]
+        return moves
+
+    def _relocate(self, groups: Sequence[int], new: dict[int, int]) -> None:
+        """Replace pages of some groups wherever they are written down."""
+        for slot, row in enumerate(self._rows):
+            for group in groups:
+                if not new.keys().isdisjoint(row[group]):
+                    row[group][:] = [new.get(page, page) for page in row[group]]
+                    if self._tables is not None:
+                        self._tables.stage_row(group, slot, 0, row[group])
+        blocks = {id(b): b for shared in self._shared for b in shared}
+        blocks.update((id(b), b) for run in self._idle.runs() for b in run)
+        for block in blocks.values():
+            block.pages = tuple(
+                new.get(page, page) if group in groups else page for group, page in enumerate(block.pages)
+            )
 
     def reset_prefix(self) -> None:
         """Forget every cached prefix; blocks in use stay but cannot be found any more."""

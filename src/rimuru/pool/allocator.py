@@ -10,7 +10,7 @@ full parents fill up and nearly empty ones get the chance to come back whole.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
 from .errors import (
@@ -419,6 +419,75 @@ class Allocator:
         holding = level.held.pop(owner, None)
         if holding is not None and holding.whole:
             level.split.update(dict.fromkeys(holding.whole, _FULL))
+
+    # ---------------------------------------------------------------- moving
+
+    def open_parents(self, cls: int) -> dict[int, tuple[set[int], set[int]]]:
+        """Parents of a class with both used and free pages, as (used, free); see `compact`."""
+        level = self._levels[cls]
+        return {
+            parent: (set(level.pages_of(parent)) - level.split[parent], set(level.split[parent]))
+            for bucket in level.buckets
+            for parent in bucket
+        }
+
+    def is_cut(self, cls: int, page: int) -> bool:
+        """Whether a page of this class is cut into smaller ones, so that it cannot move."""
+        return any(
+            page in child.split or any(page in h.whole for h in child.held.values())
+            for child in self._levels[cls].children
+        )
+
+    def parent_of(self, cls: int, page: int) -> int:
+        """The parent in which a page of this class lies (-1: the pool itself)."""
+        return self._parent_of(self._levels[cls], page)
+
+    def load(self, cls: int, parent: int) -> int:
+        """Used pages of a parent cut for this class."""
+        level = self._levels[cls]
+        return level.per - len(level.split[parent])
+
+    def parents(self, cls: int) -> int:
+        """Parents cut for this class."""
+        return self._levels[cls].cut
+
+    def move(self, cls: int, moves: Collection[tuple[int, int]]) -> None:
+        """Enter page moves (source, target) in the books: targets get the sources' owners, sources
+        become free. Raises `PageError` for a source that is not used or a target that is not free;
+        nothing changes then.
+        """
+        level = self._levels[cls]
+        sources = [source for source, _ in moves]
+        targets = [target for _, target in moves]
+        given, filled = self._by_parent(level, sources), self._by_parent(level, targets)
+        for child in level.children:
+            for other in child.held.values():
+                self._settle(child, other)
+        for parent, pages in given.items():
+            if not self._may_give(level, parent, pages, None, None):
+                raise self._diagnosis(level, parent, pages, None, None)
+        for parent, pages in filled.items():
+            if not pages <= level.split.get(parent, _FULL):
+                page = min(pages - level.split.get(parent, _FULL))
+                raise PageError(f"page {page} of class {level.name} is no free page to move to", page)
+        if len(set(sources)) < len(sources) or len(set(targets)) < len(targets):
+            raise PageError("a page is moved, or moved to, twice")
+        for holding in level.held.values():
+            self._settle(level, holding)
+            for source, target in moves:
+                parent = self._parent_of(level, source)
+                if source in holding.parts.get(parent, ()):
+                    holding.parts[parent].remove(source)
+                    if not holding.parts[parent]:
+                        del holding.parts[parent]
+                    holding.parts.setdefault(self._parent_of(level, target), set()).add(target)
+        for parent, pages in filled.items():
+            free = level.split[parent]
+            before = len(free)
+            level.split[parent] = free - pages if len(pages) < before or parent == _ROOT else _FULL
+            level.free -= len(pages)
+            level.file(parent, before, before - len(pages))
+        self._put_back(level, given)
 
     @staticmethod
     def _settle(level: _Level, holding: _Holding) -> None:

@@ -170,8 +170,8 @@ class Geometry:
 
 
 def plan_geometry(spec: PoolSpec, *, bound: float = 0.02, max_huge_bytes: int = 64 * MIB) -> Geometry:
-    """Plan a pool for `spec`: the smallest huge page, then the fewest layer groups, then the largest
-    grain, for which no kind wastes more than `bound`.
+    """Plan a pool for `spec`: the smallest huge page, then the fewest layer groups, then the least
+    waste and the largest grain, for which no kind wastes more than `bound`.
 
     The waste of a kind is `1 - payload / bytes taken` if the whole pool were that kind. The huge page
     passes `max_huge_bytes` only where one expert (or four packed ones) does. Sizes for which no plan
@@ -180,8 +180,8 @@ def plan_geometry(spec: PoolSpec, *, bound: float = 0.02, max_huge_bytes: int = 
     """
     _check_spec(spec)
 
-    def rank(g: Geometry) -> tuple[int, int, int]:
-        return g.huge_bytes, len(g.groups), -g.grain
+    def rank(g: Geometry) -> tuple[int, int, float, int]:
+        return g.huge_bytes, len(g.groups), g.worst_waste, -g.grain
 
     plans = [_plan(spec, grain, bound, max_huge_bytes) for grain in GRAINS]
     good = [g for g in plans if g.worst_waste <= bound]
