@@ -22,6 +22,7 @@ COMMANDS = {
     "serve": ("rimuru.server.serve", "serve a model over HTTP"),
     "chat": ("rimuru.server.chat", "talk to a running server"),
     "plan": ("rimuru.engine.plan_cli", "where every byte would go, without loading weights"),
+    "simulate": ("rimuru.sim.cli", "serve a trace on paper: policies, the case study, fleets"),
 }
 
 

@@ -15,7 +15,7 @@ from rimuru.cache.kv import KVCache
 from rimuru.engine.config import EngineConfig
 from rimuru.engine.memory import Memory
 from rimuru.engine.plan import MemoryPlan, make_boundary, plan_memory
-from rimuru.engine.request import Request, SamplingParams
+from rimuru.engine.request import Phase, Request, SamplingParams
 from rimuru.engine.scheduler import Scheduler, StepPlan, StepResult
 from rimuru.errors import RequestError
 from rimuru.models.config import DTYPE_BYTES, ModelConfig
@@ -121,6 +121,7 @@ class Simulation:
         self.now = 0.0
         self.series = Series()
         self.refused: list[str] = []
+        self.first_tokens: list[tuple[float, float]] = []  # arrival and TTFT of those that finished
         self._numbers: dict[str, int] = {}
         self._counted = 0  # link bytes of promotions that a step has paid for
 
@@ -143,16 +144,15 @@ class Simulation:
 
     def run(self, arrivals: Sequence[Arrival]) -> None:
         """Serve all arrivals (in order of time) to the end."""
-        upcoming = 0
+        for number, arrival in enumerate(arrivals):
+            self.advance(arrival.at)
+            self.add(arrival, number)
+        self.advance(float("inf"))
+
+    def advance(self, until: float) -> None:
+        """Step until the clock has passed `until` or nothing is left to do; then it is at least there."""
         progress = self.now
-        while upcoming < len(arrivals) or self.scheduler.has_work:
-            if not self.scheduler.has_work:
-                self.now = max(self.now, arrivals[upcoming].at)
-            while upcoming < len(arrivals) and arrivals[upcoming].at <= self.now:
-                self.add(arrivals[upcoming], upcoming)
-                upcoming += 1
-            if not self.scheduler.has_work:
-                continue
+        while self.now < until and self.scheduler.has_work:
             if self.step():
                 progress = self.now
             elif self.now - progress > GIVE_UP:
@@ -160,6 +160,8 @@ class Simulation:
                     f"policy {self.memory.boundary.name} placed nothing for {GIVE_UP:.0f} simulated seconds "
                     f"with {len(self.scheduler.waiting)} requests waiting"
                 )
+        if self.now < until < float("inf"):
+            self.now = until
 
     # -- one step --------------------------------------------------------------------------------
 
@@ -177,7 +179,14 @@ class Simulation:
         running = len(scheduler.running)
         # A stand-in for the token: the conversation's own number, which the next turn's prompt repeats.
         tokens = [r.tokens[-1] if s else -1 for r, s in zip(plan.requests, plan.samples, strict=True)]
+        finished = len(scheduler.samples)
         scheduler.update(plan, StepResult(tokens), self.now)
+        if len(scheduler.samples) > finished:
+            self.first_tokens += [
+                (r.arrival, r.first_token_at - r.arrival)
+                for r in plan.requests
+                if r.phase == Phase.FINISHED and r.first_token_at is not None
+            ]
         memory.after_step(touched, scheduler, self.now, seconds, prompt_tokens)
         series.clock.append(self.now)
         series.seconds.append(seconds)

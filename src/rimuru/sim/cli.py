@@ -1,0 +1,73 @@
+"""`rimuru simulate`: serve a trace on paper and see what each memory policy would do.
+
+Room: the simulator's command line. Rule: one sub-command a module; nothing is computed here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rimuru.errors import ConfigError
+
+from . import case_study, fleet, residency
+from .engine import Simulation
+from .options import add_workload, engine_config, machine, model_of, workload
+from .report import assumptions, plots, summary, table
+from .routing import load_routing
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """`run`, `case-study`, `residency` and `fleet`."""
+    commands = parser.add_subparsers(dest="what", metavar="COMMAND", required=True)
+    run_parser = commands.add_parser("run", help="one engine, one trace, one or several memory policies")
+    add_workload(run_parser)
+    run_parser.add_argument("--plots", metavar="FILE", help="write SVG charts over time")
+    run_parser.add_argument("--json", action="store_true", help="print JSON")
+    run_parser.set_defaults(call=run_policies)
+    for name, module in (("case-study", case_study), ("residency", residency), ("fleet", fleet)):
+        sub = commands.add_parser(name, help=(module.__doc__ or "").strip().splitlines()[0])
+        module.add_arguments(sub)
+        sub.set_defaults(call=module.run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the chosen simulation."""
+    return args.call(args)
+
+
+def run_policies(args: argparse.Namespace) -> int:
+    """Serve the same requests under each policy."""
+    policies: Sequence[str] = args.memory_policy.split(",")
+    if args.resident_experts is not None and "static" not in policies:
+        raise ConfigError("--resident-experts goes with --memory-policy static")
+    hardware, model, arrivals = machine(args), model_of(args.model), workload(args)
+    routing = load_routing(
+        args.routing, len(model.moe_layers), model.num_experts, model.top_k, args.model, args.seed
+    )
+    sims: dict[str, Simulation] = {}
+    results: dict[str, dict[str, Any]] = {}
+    for policy in policies:
+        sim = Simulation(model, engine_config(args, policy), hardware, routing)
+        sim.run(arrivals)
+        sims[policy] = sim
+        results[policy] = summary(sim, ttft_slo_ms=args.ttft_slo, itl_slo_ms=args.itl_slo)
+    if args.plots:
+        title = f"{Path(args.model).name} on {hardware.card.name}, {Path(args.trace).stem}"
+        Path(args.plots).write_text(plots(title, sims), encoding="utf-8")
+    if args.json:
+        given = assumptions(next(iter(sims.values())), hardware)
+        given |= {
+            "trace": str(args.trace), "requests": len(arrivals), "rate": args.rate, "seed": args.seed,
+            "output_scale": args.output_scale,
+        }  # fmt: skip
+        print(json.dumps({"assumptions": given, "policies": results}, indent=1))
+    else:
+        print(table(results))
+        for sim in sims.values():
+            for line in sim.refused[:3]:
+                print(f"refused: {line}")
+    return 0
