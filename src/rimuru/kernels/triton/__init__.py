@@ -6,18 +6,12 @@ imported here and nowhere lazily; `from rimuru.kernels.triton.moe import ...` st
 
 from __future__ import annotations
 
-import contextlib
-
 from ..reference import linear, rope_table  # cuBLAS, and a table built once at load
+from .attention import attention
 from .moe import moe, moe_gather
+from .norm_rope import qkv_to_cache, rms_norm
 from .route import route
-
-with contextlib.suppress(ModuleNotFoundError):
-    from .attention import attention
-with contextlib.suppress(ModuleNotFoundError):
-    from .norm_rope import qkv_to_cache, rms_norm
-with contextlib.suppress(ModuleNotFoundError):
-    from .tables import apply_edits, move_pages
+from .tables import apply_edits, move_pages
 
 __all__ = [
     "apply_edits",

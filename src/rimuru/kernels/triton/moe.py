@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..types import EXPERT_ADDRESS, ExpertLayout
+from ..types import ALIGN, EXPERT_ADDRESS, ExpertLayout
 from .align import HEADER, Alignment, align
 from .moe_tiles import Tile, choose
 
@@ -215,11 +215,14 @@ def moe_gather(
 ) -> torch.Tensor:
     """`moe` that first copies each touched expert to `scratch`: the ablation of reading in place.
 
-    scratch: uint8, at least `E * layout.page_bytes` bytes on x's device. Bit-identical to `moe`.
+    scratch: uint8, at least `E * layout.page_bytes` bytes on x's device, aligned as a page is.
+    Bit-identical to `moe`. Raises ValueError for a scratch too small or misaligned.
     """
     experts, page = table.numel(), layout.page_bytes
     if scratch.numel() < experts * page:
         raise ValueError(f"moe_gather needs {experts * page} bytes of scratch, got {scratch.numel()}")
+    if scratch.data_ptr() % ALIGN:
+        raise ValueError(f"moe_gather's scratch must start on a multiple of {ALIGN} bytes")
     copies = torch.arange(experts, device=x.device) * page + scratch.data_ptr()
     if ids.numel():
         _gather_kernel[(experts, 8)](

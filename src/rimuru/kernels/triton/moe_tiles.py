@@ -62,8 +62,9 @@ _SHARED_OTHERS = 99 << 10
 
 def fit(tile: Tile, capability: tuple[int, int], itemsize: int) -> Tile:
     """The tile with what the chip has room for: fewer stages, and narrower without wgmma."""
-    if capability[0] != 9 and tile.n == 256:
-        tile = replace(tile, n=128, stages=3)  # 128 x 256 spills without wgmma's shared operands
+    if capability[0] != 9 and tile.m == 128:
+        # Without wgmma both operands pass through registers: half the width, twice the warps.
+        tile = replace(tile, n=128, warps=8, stages=3)
     limit = _SHARED.get(capability, _SHARED_OTHERS)
     stages = tile.stages
     while stages > 2 and replace(tile, stages=stages).shared(itemsize) > limit - 1024:

@@ -1,0 +1,47 @@
+"""Host memory: exact size, aligned, zeroed, and ordinary memory without a GPU."""
+
+import pytest
+import torch
+
+from rimuru.kernels.host_memory import HUGE, HostMemory
+
+
+def test_exact_size_zeroed_and_aligned():
+    memory = HostMemory(3 * HUGE + 12_345)
+    memory.check()
+    assert memory.tensor.numel() == 3 * HUGE + 12_345
+    assert memory.address % HUGE == 0
+    assert not memory.tensor.any()
+
+
+def test_writes_are_seen_at_the_address():
+    memory = HostMemory(4096, pin=False)
+    memory.tensor.view(torch.int32)[7] = 42
+    assert memory.tensor.data_ptr() == memory.address
+    assert memory.tensor[28] == 42
+    assert memory.pinned_bytes == 0
+    assert not memory.pinned(0, 1)
+
+
+def test_a_view_outlives_the_close():
+    memory = HostMemory(8192, pin=False)
+    view = memory.tensor[4096:]
+    view.fill_(9)
+    memory.close()
+    del memory
+    assert (view == 9).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU to pin for")
+def test_pin_limit_leaves_a_pageable_remainder():
+    memory = HostMemory(8 * HUGE, pin_limit=5 * HUGE)
+    assert memory.pinned_bytes == 5 * HUGE
+    assert memory.pinned(HUGE, 4 * HUGE)
+    assert not memory.pinned(HUGE, 4 * HUGE + 1)
+    memory.close()
+
+
+def test_an_empty_request_is_an_error():
+    with pytest.raises(ValueError, match="positive size, got 0 bytes"):
+        HostMemory(0)
