@@ -5,11 +5,16 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rimuru.engine.llm import LLM, CompletionOutput, RequestOutput
     from rimuru.engine.request import SamplingParams
+
+# OpenMP's waiting threads spin by default; where cores are shared that starves the very thread they wait
+# for (a decode step on two busy cores took thirty times as long). Read once, when torch loads libgomp.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
