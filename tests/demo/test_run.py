@@ -42,7 +42,7 @@ def test_a_good_run_has_no_fault() -> None:
         (lambda chats, watch: setattr(chats[1], "finish", "abort"), "abort"),
         (lambda chats, watch: watch.last.update(device_peak_bytes=DEVICE_MEMORY + 1), "device bytes"),
         (lambda chats, watch: watch.last.update(device_peak_bytes=0), "device bytes"),
-        (lambda chats, watch: watch.peak.update(experts_resident=240), "cap is not tight"),
+        (lambda chats, watch: watch.resident.add(240), "cap is not tight"),
         (lambda chats, watch: watch.peak["kinds"]["kv"]["used"].update(bytes=0), "never held KV"),
     ],
 )
@@ -63,11 +63,12 @@ def test_the_watch_keeps_the_snapshot_with_most_kv() -> None:
     for used in (3, 9, 4):
         snapshot = copy.deepcopy(SNAPSHOT)
         snapshot["kinds"]["kv"]["used"]["bytes"] = used * 2**20
+        snapshot["experts_resident"] = 80 - used
         watch.add(snapshot)
     text = report(watch, {"lend, admission": 2, "reclaim, idle": 1})
     assert "9.0 MiB" in text
     assert "moved 3 times (2 x lend, admission; 1 x reclaim, idle)" in text
-    assert "75 of 240 in the pool, 165 in host memory alone" in text
+    assert "experts in the pool: 71 to 77 of 240" in text
     assert "cached" not in text
 
 

@@ -48,13 +48,16 @@ POLL_SECONDS = 0.1
 
 @dataclass(slots=True)
 class PoolWatch:
-    """What `/rimuru/pool` said over the run: the snapshot with most KV in use, and the last one."""
+    """What `/rimuru/pool` said over the run: the snapshot with most KV in use, the last one, and the
+    numbers of resident experts that were seen."""
 
     peak: dict[str, Any] = field(default_factory=dict)
     last: dict[str, Any] = field(default_factory=dict)
+    resident: set[int] = field(default_factory=set)
 
     def add(self, snapshot: dict[str, Any]) -> None:
         self.last = snapshot
+        self.resident.add(snapshot["experts_resident"])
         if not self.peak or kv_bytes(snapshot) > kv_bytes(self.peak):
             self.peak = snapshot
 
@@ -225,7 +228,7 @@ def faults(chats: Sequence[Chat], watch: PoolWatch, exit_code: int | None) -> li
         found.append(
             f"device bytes reached {watch.last['device_peak_bytes']:,}, the cap is {DEVICE_MEMORY:,}"
         )
-    if watch.peak["experts_resident"] >= watch.peak["experts_total"]:
+    if max(watch.resident) >= watch.last["experts_total"]:
         found.append("every expert was resident: the cap is not tight")
     if not kv_bytes(watch.peak):
         found.append("the pool never held KV")
@@ -244,10 +247,10 @@ def report(watch: PoolWatch, moves: dict[str, int]) -> str:
                 share = held["bytes"] / peak["pool_bytes"]
                 size = f"{held['bytes'] / mib:8.1f} MiB {share:6.1%} {held['pages']:6} pages"
                 lines.append(f"  {kind:<8} {state:<9} {size}")
-    resident, total = peak["experts_resident"], peak["experts_total"]
+    least, most = min(watch.resident), max(watch.resident)
     by_name = "; ".join(f"{count} x {name}" for name, count in sorted(moves.items()))
     lines += [
-        f"experts: {resident} of {total} in the pool, {total - resident} in host memory alone",
+        f"experts in the pool: {least} to {most} of {peak['experts_total']}, the others read from the host",
         f"the boundary moved {sum(moves.values())} times ({by_name or 'never'})",
         f"device bytes at the peak: {watch.last['device_peak_bytes']:,} of {DEVICE_MEMORY:,} allowed",
     ]
