@@ -74,14 +74,17 @@ def make_bench(family: str = "qwen3_moe", **options) -> Bench:
         "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256, "dtype": "float32",
         "device": "cpu", "debug_pool": True, **options,
     }  # fmt: skip
-    return Bench(EngineConfig(model=str(tiny_checkpoint(family)), **options))
+    return Bench(EngineConfig(**{"model": str(tiny_checkpoint(family)), **options}))
 
 
 def cap_for(family: str, expert_share: float, kv_tokens: int, **options) -> int:
     """A device cap whose pool holds about that share of the experts beside that many KV tokens."""
     config = EngineConfig(
-        model=str(tiny_checkpoint(family)), dtype="float32", device="cpu",
-        **{"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256, **options},
+        dtype="float32", device="cpu",
+        **{
+            "model": str(tiny_checkpoint(family)), "max_num_seqs": 8, "max_num_batched_tokens": 64,
+            "max_model_len": 256, **options,
+        },
     )  # fmt: skip
     plan = plan_for(config)
     geometry = plan.geometry

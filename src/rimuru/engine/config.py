@@ -57,6 +57,8 @@ class EngineConfig:
     memory_policy: str = "reactive"
     resident_experts: int | None = None  # for `static`
     max_boundary_wait: float = 2.0  # seconds the oldest request may wait before pages are lent anyway
+    ttft_slo: float | None = None  # milliseconds to the first token, an objective of `economic`
+    itl_slo: float | None = None  # milliseconds between tokens, an objective of `economic`
     enforce_eager: bool = False
     debug_pool: bool = False  # owner tags, poison and check() after every step
     trust_remote_code: bool = False
@@ -83,6 +85,13 @@ class EngineConfig:
             raise ConfigError(
                 f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}"
             )
+        for name in ("ttft_slo", "itl_slo"):
+            value = getattr(self, name)
+            flag = f"--{name.replace('_', '-')}"
+            if value is not None and value <= 0:
+                raise ConfigError(f"{flag} must be more than 0 milliseconds, got {value:g}")
+            if value is not None and self.memory_policy != "economic":
+                raise ConfigError(f"{flag} is an objective of --memory-policy economic")
         if self.dtype not in ("auto", "bfloat16", "float16", "float32"):
             raise ConfigError(f"--dtype {self.dtype!r} is unknown; choose auto, bfloat16, float16 or float32")
         if self.load_format not in ("auto", "safetensors", "dummy"):

@@ -176,7 +176,13 @@ def workspace_bytes(model: ModelConfig, config: EngineConfig, itemsize: int) -> 
 
 def make_boundary(config: EngineConfig) -> BoundaryPolicy:
     """The boundary policy the flags ask for."""
-    return make_policy(config.memory_policy, resident_experts=config.resident_experts)
+    return make_policy(
+        config.memory_policy,
+        resident_experts=config.resident_experts,
+        max_boundary_wait=config.max_boundary_wait,
+        ttft_slo_ms=config.ttft_slo,
+        itl_slo_ms=config.itl_slo,
+    )
 
 
 def plan_memory(

@@ -6,7 +6,7 @@ imported here and nowhere lazily; `from rimuru.kernels.triton.moe import ...` st
 
 from __future__ import annotations
 
-from ..reference import linear, rope_table  # cuBLAS, and a table built once at load
+from ..reference import linear, rope_table, silu_and_mul  # cuBLAS, a table built once, one small launch
 from .attention import attention
 from .moe import moe, moe_gather
 from .norm_rope import qkv_to_cache, rms_norm
@@ -24,4 +24,5 @@ __all__ = [
     "rms_norm",
     "rope_table",
     "route",
+    "silu_and_mul",
 ]

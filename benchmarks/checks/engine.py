@@ -1,0 +1,64 @@
+"""The whole engine on the GPU: greedy tokens of tiny float32 checkpoints equal transformers' on the CPU.
+
+Paths: everything resident; a boundary that swings on every step; every expert in host memory. Poison on
+freed pages, `check()` after every step. Steps run eagerly.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from harness import Report
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
+
+from support.cores import cap_for, greedy, make_bench
+from support.tiny import oracle, tiny_checkpoint, tiny_prompts
+
+from rimuru.policy.boundary import Swing
+
+# Heads and experts of a width the kernels serve.
+SHAPES = {
+    "mixtral": {"head_dim": 64, "intermediate_size": 128},
+    "qwen2_moe": {"hidden_size": 256, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128},
+    "qwen3_moe": {"head_dim": 64, "moe_intermediate_size": 128},
+    "olmoe": {"hidden_size": 128, "intermediate_size": 128},
+}
+TOKENS = 10
+# Sums in float32 differ by their order: a few thousand additions of values near 1.
+LOGITS = 2e-4
+
+
+def run(report: Report) -> None:
+    for family, shape in SHAPES.items():
+        folder = str(tiny_checkpoint(family, **shape))
+        prompts = tiny_prompts()
+        tokens, logits = oracle(Path(folder), prompts, TOKENS)
+        paths = {
+            "resident": {},
+            "swing": {"device_memory": cap_for(family, 0.5, 512, model=folder)},
+            "host": {
+                "device_memory": cap_for(family, 0.2, 2048, model=folder),
+                "memory_policy": "static", "resident_experts": 0,
+            },
+        }  # fmt: skip
+        for path, options in paths.items():
+            bench = make_bench(family, model=folder, device="cuda", **options)
+            if path == "swing":
+                bench.core.memory.boundary = Swing(0.8)
+            for i, prompt in enumerate(prompts):
+                bench.add(f"r{i}", prompt, greedy(TOKENS))
+            bench.run()
+            wrong = sum(bench.tokens(f"r{i}") != tokens[i] for i in range(len(prompts)))
+            report.check(f"{family}, {path}: prompts with wrong tokens", wrong, 0)
+            worst = max(
+                (row.cpu() - want).abs().max().item()
+                for i in range(len(prompts))
+                for row, want in zip(bench.logits[f"r{i}"], logits[i], strict=True)
+            )
+            report.check(f"{family}, {path}: logits", worst, LOGITS)
+            if path == "swing":
+                report.say(
+                    f"{bench.core.memory.demotions} demotions, {bench.core.memory.promotions} promotions"
+                )
