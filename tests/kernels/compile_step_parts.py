@@ -1,0 +1,51 @@
+"""Norm, rotary and KV write, moves and the draw, for `kernels.compile_only`."""
+
+from __future__ import annotations
+
+import torch
+
+from rimuru.kernels.triton import norm_rope, sampling, tables
+
+
+def kernels(chip: int):
+    bf16, f32, i32, i64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
+    for width in (2048, 8192):
+        block = max(1, width // 512)
+        yield (
+            f"rms_norm {width}",
+            norm_rope.rms_norm_kernel.warmup(
+                bf16, bf16, bf16, bf16, bf16, 2048, 1e-6, WIDTH=width, RESIDUAL=True, BLOCK=width,
+                num_warps=min(16, block), grid=(1,),
+            ),
+        )  # fmt: skip
+    for q_heads, heads, norm, q_block, kv_block in ((32, 4, 1, 8, 4), (16, 16, 2, 16, 16)):
+        yield (
+            f"qkv_to_cache {q_heads}/{heads}",
+            norm_rope.qkv_kernel.warmup(
+                bf16, bf16, bf16, i32, i32, i32, f32, bf16, bf16, 4096, 4096, 3, 1e-6,
+                Q_HEADS=q_heads, KV_HEADS=heads, DIM=128, ROTARY=128, BLOCK_TOKENS=16, GRAIN=4096,
+                Q_NORM=norm, K_NORM=norm, Q_BLOCK=q_block, KV_BLOCK=kv_block, BLOCK_D=128, num_warps=4,
+                grid=(1,),
+            ),
+        )  # fmt: skip
+    yield (
+        "move",
+        tables.move_kernel.warmup(
+            i32, i32, i32, WORDS=393_216, GRAIN=2048, BLOCK=8192, num_warps=8, grid=(1,)
+        ),
+    )
+    for dtype in (bf16, f32):
+        yield (
+            f"race {dtype}",
+            sampling.race_kernel.warmup(
+                dtype, 151_936, f32, i64, i64, f32, i32, f32, f32, VOCAB=151_936, SPLIT=sampling.SPLIT,
+                num_warps=8, grid=(1,),
+            ),
+        )  # fmt: skip
+        yield (
+            f"filter {dtype}",
+            sampling.filter_kernel.warmup(
+                dtype, 151_936, f32, i32, f32, f32, i64, i64, f32, i32, f32, f32, i64, VOCAB=151_936,
+                SPLITS=38, SPLITS_PAD=64, BLOCK=sampling.BLOCK, num_warps=16, grid=(1,),
+            ),
+        )  # fmt: skip
