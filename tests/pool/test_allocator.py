@@ -238,3 +238,13 @@ def test_a_pool_of_many_pages_is_quick_to_make():
     plan = plain()
     a = Allocator(plan, 80 << 30)
     assert a.roots == (80 << 30) // (2 * MIB)
+
+
+def test_a_kind_over_its_limit_does_not_stop_the_others():
+    plan = every_kind()
+    a = Allocator(plan, 4 * plan.huge_bytes)
+    bundle = dict.fromkeys(plan.classes_of(Kind.KV), 1)
+    a.take(plan.class_of(Kind.EXPERT), 3, "experts")
+    before = a.obtainable_together(bundle)
+    a.set_limit(Kind.EXPERT, 1)
+    assert a.obtainable_together(bundle) == before > 0

@@ -451,14 +451,22 @@ class KVCache:
         most = self.allocator.obtainable_together(self._each)
         if most < need:
             return 0
-        taken: dict[int, list[int]] = {}
         got = min(need + ahead, most)
-        for cls, n in self._each.items():
-            last = near[self._groups_of[cls][-1]]
-            pages = self.allocator.take(cls, need * n, owner, (got - need) * n, n, last)
-            assert not isinstance(pages, Shortage)
-            taken[cls] = pages
-            got = min(got, len(pages) // n)
+        taken: dict[int, list[int]] = {}
+        for sparing in (False, True):
+            for cls, n in self._each.items():
+                last = near[self._groups_of[cls][-1]]
+                pages = self.allocator.take(cls, need * n, owner, (got - need) * n, n, last, sparing)
+                if isinstance(pages, Shortage):
+                    break
+                taken[cls] = pages
+                got = min(got, len(pages) // n)
+            if len(taken) == len(self._each):
+                break
+            # One class took parents that another needs: pack them as `obtainable_together` does.
+            for cls, pages in taken.items():
+                self.allocator.give(cls, pages, owner)
+            taken, got = {}, need
         for cls, groups in self._groups_of.items():
             n, pages = len(groups), taken[cls]
             if len(pages) > got * n:
@@ -531,7 +539,16 @@ class KVCache:
 
         users: dict[int, int] = {}
         records: dict[int, Block] = {}
-        private: set[tuple[int, ...]] = set()
+        private = 0
+        pages_seen: set[tuple[int, int]] = set()  # (class, page)
+
+        def claim(block: tuple[int, ...]) -> None:
+            for cls, groups in self._groups_of.items():
+                for group in groups:
+                    place = (cls, block[group])
+                    require(place not in pages_seen, f"page {place[1]} of {block} stands in two blocks")
+                    pages_seen.add(place)
+
         active = 0
         for slot, row in enumerate(self._rows):
             have, done = self._room[slot], self._committed[slot]
@@ -552,8 +569,8 @@ class KVCache:
                 users[id(block)] = users.get(id(block), 0) + 1
                 records[id(block)] = block
             for i in own:
-                require(blocks[i] not in private, f"block {blocks[i]} stands in two rows but is not shared")
-                private.add(blocks[i])
+                claim(blocks[i])
+                private += 1
         require(active == self._active, f"{active} slots are active, {self._active} counted")
         idle = [block for run in self._idle.runs() for block in run]
         require(len(idle) == self._idle.count, f"{len(idle)} blocks are idle, {self._idle.count} counted")
@@ -563,12 +580,12 @@ class KVCache:
             records[id(block)] = block
         for block in records.values():
             require(block.users == users.get(id(block), 0), f"block {block.pages}: {block.users} users")
-            require(block.pages not in private, f"block {block.pages} is shared and private")
+            claim(block.pages)
             if block.key is not None:
                 require(self._by_key.get(block.key) is block, f"block {block.pages} is not found by key")
         found = sum(block.key is not None for block in records.values())
         require(found == len(self._by_key), "a key names a block that is gone")
-        taken = len(private) + len(records)
+        taken = private + len(records)
         require(taken == self._taken, f"{taken} blocks are taken, {self._taken} counted")
         for cls, n in self._each.items():
             require(

@@ -219,14 +219,22 @@ class Allocator:
     # ---------------------------------------------------------------- taking
 
     def take(
-        self, cls: int, n: int, owner: Hashable, ahead: int = 0, unit: int = 1, near: int | None = None
+        self,
+        cls: int,
+        n: int,
+        owner: Hashable,
+        ahead: int = 0,
+        unit: int = 1,
+        near: int | None = None,
+        sparing: bool = False,
     ) -> list[int] | Shortage:
         """Take `n` pages for `owner`, all or none.
 
         `ahead` asks for up to that many pages more, in multiples of `unit`, and only from the parent
         that gives the last of the `n`: pages reserved so never keep a parent from merging alone.
         The list is then longer than `n`. `near`: a page of this class whose parent to try first;
-        without it that is the parent the owner took from last. Raises ValueError for a negative count.
+        without it that is the parent the owner took from last. `sparing` cuts no more parents than it
+        must, wherever the pages then lie. Raises ValueError for a negative count.
         """
         level = self._levels[cls]
         if n < 1 or ahead < 0:
@@ -252,6 +260,9 @@ class Allocator:
         if level.split.get(tail):
             pages = self._draw(level, holding, tail, n, ahead, unit)
             need -= len(pages)
+        while sparing and need > 0 and level.filled:
+            pages += self._draw(level, holding, self._choose_open(level, need), need, 0, 1)
+            need = n - len(pages)
         if need > 0 and up is not None:
             whole, rest = divmod(need, level.per)
             if rest and rest + ahead >= level.per and not (level.per - rest) % unit:
@@ -288,6 +299,11 @@ class Allocator:
                 return next(reversed(level.buckets[(enough & -enough).bit_length() - 1]))
         if up.free if level.simple else self._room(up):
             return None
+        return self._choose_open(level, need)
+
+    @staticmethod
+    def _choose_open(level: _Level, need: int) -> int:
+        filled = level.filled
         enough = filled >> need << need or 1 << filled.bit_length() - 1
         return next(reversed(level.buckets[(enough & -enough).bit_length() - 1]))
 
@@ -629,7 +645,8 @@ class Allocator:
         demand = [wanted.get(i, 0) for i in range(len(self._levels))]
         for kind, limit in self._kind_limits.items():
             levels = self._by_kind[kind]
-            if sum(lv.used + wanted.get(lv.index, 0) for lv in levels) > limit:
+            more = sum(wanted.get(lv.index, 0) for lv in levels)
+            if more and more + sum(lv.used for lv in levels) > limit:
                 return False
         for level in reversed(self._levels):
             short = demand[level.index] - level.free

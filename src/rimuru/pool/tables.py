@@ -10,7 +10,7 @@ event recorded behind its copy: it is written again only when that event has pas
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,33 +18,55 @@ import torch
 from .errors import CorruptPoolError
 
 Apply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+class Event(Protocol):
+    """What guards a buffer; `torch.cuda.Event` is one."""
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+
 _NUMPY: dict[torch.dtype, Any] = {torch.int32: np.int32, torch.int64: np.int64}
 
 
+def _cuda_event() -> Event:
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
 class StagingRing:
-    """`depth` pairs of host buffers (cell indices, values) in turn, each guarded by an event."""
+    """`depth` pairs of host buffers (cell indices, values) in turn, each guarded by an event.
+
+    `record()` makes an event behind the work launched so far; None where copies are done at once.
+    """
 
     def __init__(self, depth: int, dtype: torch.dtype, device: torch.device):
         self.device = device
         self.dtype = dtype
+        self.record: Callable[[], Event] | None = _cuda_event if device.type == "cuda" else None
         self._pairs: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * depth
-        self._events: list[Any] = [None] * depth
+        self._events: list[Event | None] = [None] * depth
         self._turn = 0
 
     def send(self, index: np.ndarray, value: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """`index` (int64) and `value` on the device; waits if the buffer is still in flight."""
-        if self.device.type != "cuda":
+        if self.record is None:
             return torch.from_numpy(index), torch.from_numpy(value)
         turn, n = self._turn, len(index)
         self._turn = (turn + 1) % len(self._pairs)
-        if self._events[turn] is not None:
-            self._events[turn].synchronize()
+        event = self._events[turn]
+        if event is not None and not event.query():
+            event.synchronize()
         pair = self._pairs[turn]
         if pair is None or len(pair[0]) < n:
             room = max(1024, 1 << (n - 1).bit_length())
+            pinned = self.device.type == "cuda"
             pair = self._pairs[turn] = (
-                torch.empty(room, dtype=torch.int64, pin_memory=True),
-                torch.empty(room, dtype=self.dtype, pin_memory=True),
+                torch.empty(room, dtype=torch.int64, pin_memory=pinned),
+                torch.empty(room, dtype=self.dtype, pin_memory=pinned),
             )
         pair[0].numpy()[:n] = index
         pair[1].numpy()[:n] = value
@@ -52,9 +74,7 @@ class StagingRing:
             pair[0][:n].to(self.device, non_blocking=True),
             pair[1][:n].to(self.device, non_blocking=True),
         )
-        event = torch.cuda.Event()
-        event.record()
-        self._events[turn] = event
+        self._events[turn] = self.record()
         return sent
 
 
