@@ -46,13 +46,9 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
     return [round(i * step, 12) for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def number(value: float) -> str:
-    """A short label."""
-    if value == 0:
-        return "0"
-    if abs(value) >= 10_000:
-        return f"{value / 1000:g}k"
-    return f"{value:g}"
+def label(value: float, highest: float) -> str:
+    """A short label of an axis that goes up to `highest`."""
+    return f"{value / 1000:g}k" if highest >= 10_000 and value else f"{value:g}"
 
 
 def page(
@@ -61,6 +57,7 @@ def page(
     """All panels in a grid with one legend, the x axis being seconds."""
     names = list(dict.fromkeys(line.name for panel in panels for line in panel.lines))
     colour = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
+    seconds = max((x for panel in panels for line in panel.lines for x in line.x), default=0.0) or 1.0
     rows = -(-len(panels) // columns)
     head = 62
     total_w, total_h = columns * width, head + rows * height + 8
@@ -78,16 +75,14 @@ def page(
     for i, panel in enumerate(panels):
         left, top = i % columns * width, head + i // columns * height
         out.append(f'<g transform="translate({left},{top})">')
-        out += _panel(panel, colour, width, height)
+        out += _panel(panel, colour, seconds, width, height)
         out.append("</g>")
     out.append("</g></svg>")
     return "\n".join(out) + "\n"
 
 
-def _panel(panel: Panel, colour: dict[str, str], width: int, height: int) -> list[str]:
-    xs = [x for line in panel.lines for x in line.x]
+def _panel(panel: Panel, colour: dict[str, str], x_high: float, width: int, height: int) -> list[str]:
     ys = [y for line in panel.lines for y in line.y if y > 0 or not panel.log]
-    x_high = max(xs, default=1.0) or 1.0
     y_high = max(ys, default=1.0) or 1.0
     y_low = min(ys, default=1.0) if panel.log else 0.0
     y_high = max(y_high * (1.0 if panel.log else 1.06), y_low * 1.01)
@@ -110,12 +105,13 @@ def _panel(panel: Panel, colour: dict[str, str], width: int, height: int) -> lis
     for y in marks:
         at = py(y)
         out.append(f'<path d="M{LEFT} {at:.1f}H{right}" stroke="#ddd"/>')
-        out.append(f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end" fill="#444">{number(y)}</text>')
+        text = label(y, y_high)
+        out.append(f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end" fill="#444">{text}</text>')
     for x in ticks(0, x_high, 7):
         at = px(x)
         out.append(f'<path d="M{at:.1f} {bottom}v4" stroke="#888"/>')
         out.append(
-            f'<text x="{at:.1f}" y="{bottom + 17}" text-anchor="middle" fill="#444">{number(x)} s</text>'
+            f'<text x="{at:.1f}" y="{bottom + 17}" text-anchor="middle" fill="#444">{x:g} s</text>'
         )
     out.append(f'<path d="M{LEFT} {bottom}H{right}" stroke="#888"/>')
     for line in panel.lines:
