@@ -4,7 +4,7 @@ Room: the pool. Rule: imports nothing else of the package. `geometry`, `allocato
 the standard library only; `arena` and `tables` need torch and are imported by name.
 """
 
-from .allocator import Allocator, Counts, Shortage
+from .allocator import Allocator, Counts, Shortage, Span
 from .errors import (
     CorruptPoolError,
     DoubleFreeError,
@@ -46,6 +46,7 @@ __all__ = [
     "PoolSpec",
     "RecurrentKind",
     "Shortage",
+    "Span",
     "StepEvent",
     "WrongKindError",
     "plan_geometry",

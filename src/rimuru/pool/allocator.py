@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .errors import (
     CorruptPoolError,
@@ -41,6 +42,16 @@ class Counts:
     used: int
     free: int
     parents: int
+
+
+class Span(NamedTuple):
+    """`grains` grains from `start` on: a page of class `cls` that is used or free, or the end of a
+    parent that is too short for a page ("lost")."""
+
+    start: int
+    grains: int
+    cls: int
+    state: str
 
 
 class _Holding:
@@ -435,6 +446,22 @@ class Allocator:
         holding = level.held.pop(owner, None)
         if holding is not None and holding.whole:
             level.split.update(dict.fromkeys(holding.whole, _FULL))
+
+    def spans(self) -> list[Span]:
+        """What lies where, in the order of addresses and without gaps: for maps and gauges."""
+        out: list[Span] = []
+        for level in self._levels:
+            cut = {p for child in level.children for p in child.split}
+            cut |= {p for child in level.children for h in child.held.values() for p in h.whole}
+            whole = {p: _FULL for holding in level.held.values() for p in holding.whole}
+            for parent, free in {**level.split, **whole}.items():
+                for page in level.range_of(parent):
+                    if page not in cut:
+                        out.append(Span(page, level.stride, level.index, "free" if page in free else "used"))
+                if level.parent is not None and level.span < level.parent.stride:
+                    rest = level.parent.stride - level.span
+                    out.append(Span(parent + level.span, rest, level.index, "lost"))
+        return sorted(out)
 
     # ---------------------------------------------------------------- moving
 
