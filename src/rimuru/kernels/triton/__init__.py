@@ -6,10 +6,10 @@ imported here and nowhere lazily; `from rimuru.kernels.triton.moe import ...` st
 
 from __future__ import annotations
 
-from ..reference import linear, rope_table, silu_and_mul  # cuBLAS, a table built once, one small launch
+from ..reference import linear, rope_table  # cuBLAS, and a table built once at load
 from .attention import attention
 from .moe import moe, moe_gather
-from .norm_rope import qkv_to_cache, rms_norm
+from .norm_rope import qkv_to_cache, rms_norm, silu_and_mul
 from .route import route
 from .tables import apply_edits, move_pages
 
