@@ -279,9 +279,9 @@ class Allocator:
             if rest and rest + ahead >= level.per and not (level.per - rest) % unit:
                 whole += 1  # what is asked for ahead is all that a new parent would have left
             if whole:
-                parents, made = self._new_parents(level, whole), level.pages
+                parents, made = self._new_parents(level, whole), level.pages.get
                 for parent in parents:
-                    pages += made[parent] if parent in made else level.pages_of(parent)
+                    pages += made(parent) or level.pages_of(parent)
                 if owner is None:
                     level.split.update(dict.fromkeys(parents, _FULL))
                 else:
