@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 RECONSIDER = 16  # steps after which the boundary is looked at again without any demand
 PROMOTIONS_PER_STEP = 4  # experts copied in beside one step; more would delay the next
+PROMOTE_EVERY = 4  # steps; ranking costs more than the steps between two rankings can gain
 
 
 class Experts(Protocol):
@@ -66,6 +67,7 @@ class Memory:
         self.held = cache.held
         self.log = DecisionLog()
         self.target = int(experts.resident.sum())  # experts the boundary allows to be resident
+        self.admitting = True  # False while the boundary keeps what comes free for experts that return
         self.expert_hits = self.expert_misses = 0
         self.promotions = self.demotions = 0
         self.cost: CostModel | None = None  # the machine's rates, where they are known
@@ -105,6 +107,8 @@ class Memory:
 
         `slack` blocks must stay free beside them.
         """
+        if not self.admitting and scheduler.running:
+            return False
         self.cache.admit(slot, keys, hit)  # holds the hits, so that making room cannot evict them
         if self.make_room(blocks - hit + slack, scheduler, now) and self.cache.grow(slot, blocks, True) == 0:
             return True
@@ -169,7 +173,8 @@ class Memory:
             return
         if self._steps - self._considered >= RECONSIDER or self.boundary.name == "swing":
             self._consider(scheduler, now, wanted=0)
-        self._promote()
+        if self._steps % PROMOTE_EVERY == 0 or self.boundary.name == "swing":
+            self._promote()
 
     def rest(self, scheduler: Scheduler, now: float) -> None:
         """Between requests: let the boundary give pages back to the experts."""
@@ -181,6 +186,7 @@ class Memory:
         before = self._snapshot(scheduler, now, wanted)
         plan = self.boundary.decide(before)
         self.log.note(self.boundary.name, before, plan)
+        self.admitting = plan.admit
         self._apply(plan, before.expert_resident)
 
     def _snapshot(self, scheduler: Scheduler, now: float, wanted: int) -> Snapshot:
