@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 from rimuru.errors import EngineDeadError, RequestError
@@ -20,26 +20,26 @@ from rimuru.errors import EngineDeadError, RequestError
 from .client import EngineInfo
 from .config import EngineConfig
 from .core import EngineCore
-from .request import FinishReason, SamplingParams, TokenOutput
+from .request import SamplingParams
 from .stats import EngineStats
+from .streams import StreamingClient
 
 logger = logging.getLogger("rimuru.engine")
 
 STALL_SECONDS = 300.0  # a step that takes longer is reported as dead
 
 
-class InProcessClient:
+class InProcessClient(StreamingClient):
     """`EngineClient` over a core on a daemon thread. Create, `await start()`, use, `await close()`."""
 
     info: EngineInfo
 
     def __init__(self, config: EngineConfig, progress: Callable[[str, float], None] | None = None):
+        super().__init__()
         self._config, self._progress = config, progress
         self._inbox: queue.SimpleQueue[Callable[[EngineCore], None] | None] = queue.SimpleQueue()
-        self._streams: dict[str, asyncio.Queue[TokenOutput | Exception]] = {}
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._dead: BaseException | None = None
         self._beat = time.monotonic()
         self._busy = False
 
@@ -98,63 +98,19 @@ class InProcessClient:
 
     # -- the front end's loop --------------------------------------------------------------
 
-    def _dispatch(self, outputs: list[TokenOutput]) -> None:
-        for output in outputs:
-            stream = self._streams.get(output.request_id)
-            if stream is not None:
-                stream.put_nowait(output)
-
-    def _fail_all(self) -> None:
-        for stream in self._streams.values():
-            stream.put_nowait(EngineDeadError(f"the engine stopped: {self._dead}"))
-
-    def _alive(self) -> None:
-        if self._dead is not None:
-            raise EngineDeadError(f"the engine stopped: {self._dead}")
-
-    async def generate(
-        self,
-        request_id: str,
-        tokens: list[int],
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str = "",
-    ) -> AsyncIterator[TokenOutput]:
-        """See `EngineClient.generate`."""
-        self._alive()
-        if request_id in self._streams:
-            raise RequestError(f"request id {request_id!r} is already in use", "request_id")
-        stream: asyncio.Queue[TokenOutput | Exception] = asyncio.Queue()
-        self._streams[request_id] = stream
-
+    def _submit(
+        self, request_id: str, tokens: list[int], params: SamplingParams, priority: int, cache_salt: str
+    ) -> None:
         def add(core: EngineCore) -> None:
             try:
                 core.add(request_id, tokens, params, priority=priority, cache_salt=cache_salt)
             except RequestError as error:
-                self._post(stream.put_nowait, error)
+                self._post(self._refuse, request_id, error)
 
         self._inbox.put(add)
-        done = False
-        try:
-            while not done:
-                item = await stream.get()
-                if isinstance(item, Exception):
-                    done = True
-                    raise item
-                done = item.finish is not None
-                yield item
-        finally:
-            del self._streams[request_id]
-            if not done:
-                self._inbox.put(lambda core: core.abort(request_id))
 
-    async def abort(self, request_id: str) -> None:
-        """Ends the request; its stream closes with `FinishReason.ABORT`."""
+    def _drop(self, request_id: str) -> None:
         self._inbox.put(lambda core: core.abort(request_id))
-        stream = self._streams.get(request_id)
-        if stream is not None:
-            stream.put_nowait(TokenOutput(request_id, [], finish=FinishReason.ABORT))
 
     async def _call(self, work: Callable[[EngineCore], Any]) -> Any:
         self._alive()

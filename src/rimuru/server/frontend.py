@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -178,9 +179,9 @@ class _Life:
     def __init__(self, frontend: Frontend, job: Job, index: int):
         self.frontend = frontend
         self.job = job
-        self.engine_id = f"{job.id}-{index}"
-        while self.engine_id in frontend.active:  # a client may reuse its own request ids
-            self.engine_id = f"{job.id}-{index}-{uuid.uuid4().hex[:8]}"
+        # Never used twice, as a client may reuse its own: what the engine still sends for an aborted
+        # request must not reach the next one.
+        self.engine_id = f"{job.id}-{index}-{next(frontend.serial):x}"
         self.reason: FinishReason = FinishReason.ABORT  # until something else ends it
         self.first_at = 0.0
         self.last_at = 0.0
@@ -231,6 +232,7 @@ class Frontend:
         self.active: dict[str, _Life] = {}
         self.waiting: dict[str, float] = {}  # engine ids without a first token yet, oldest first
         self.draining = False
+        self.serial = itertools.count()
         self._aborts: set[asyncio.Task[Any]] = set()
 
     def track(self, job: Job, index: int) -> _Life:

@@ -28,6 +28,8 @@ from .settings import ServerSettings
 
 if TYPE_CHECKING:
     from rimuru.engine.client import EngineClient
+    from rimuru.engine.inprocess import InProcessClient
+    from rimuru.engine.process import ProcessClient
 
     from .frontend import Frontend
 
@@ -107,6 +109,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--block-size", type=int, default=default.block_size, metavar="TOKENS")
     engine.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
     engine.add_argument("--enforce-eager", action=argparse.BooleanOptionalAction, default=False)
+    engine.add_argument("--engine-process", action=argparse.BooleanOptionalAction, default=True,
+                        help="run the engine in a process of its own")  # fmt: skip
     engine.add_argument("--debug-pool", action="store_true", help="check every page after every step (slow)")
 
     memory = parser.add_argument_group("memory (sizes: bytes, '24GB' = 24e9, '24GiB' = 24 * 2^30)")
@@ -142,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _need_server_extra() -> None:
-    for module in ("fastapi", "uvicorn", "prometheus_client"):
+    for module in ("fastapi", "uvicorn", "prometheus_client", "zmq", "msgspec"):
         if importlib.util.find_spec(module) is None:
             raise RimuruError(
                 f"rimuru serve needs {module}, which is not installed: pip install 'rimuru-serve[server]'"
@@ -243,15 +247,13 @@ def generation_defaults(source: str, model_path: str, override: dict[str, Any]) 
 async def _serve(
     args: argparse.Namespace, config: EngineConfig, settings: ServerSettings, listener: socket.socket
 ) -> int:
-    from rimuru.engine.inprocess import InProcessClient
     from rimuru.models.tokenizer import load_tokenizer
 
     from .frontend import Frontend
     from .prompts import Prompts, read_template
 
     template = read_template(args.chat_template)
-    client = InProcessClient(config)
-    await client.start()
+    client = await start_engine(config, args.engine_process)
     try:
         info = client.info
         settings.default_sampling = generation_defaults(
@@ -267,6 +269,21 @@ async def _serve(
         return await listen(frontend, args, listener)
     finally:
         await client.close()
+
+
+async def start_engine(config: EngineConfig, own_process: bool) -> EngineClient:
+    """A client whose engine has loaded its model; raises what loading raised."""
+    client: InProcessClient | ProcessClient
+    if own_process:
+        from rimuru.engine.process import ProcessClient
+
+        client = ProcessClient(config)
+    else:
+        from rimuru.engine.inprocess import InProcessClient
+
+        client = InProcessClient(config)
+    await client.start()
+    return client
 
 
 async def listen(frontend: Frontend, args: argparse.Namespace, listener: socket.socket) -> int:
