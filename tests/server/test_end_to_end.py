@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 import openai
@@ -143,6 +144,27 @@ def test_the_terminal_chat_shows_the_server_s_refusal(
 ) -> None:
     assert cli.main(["chat", "--url", served.url, "-m", "hi", "--model", "other"]) == 1
     assert "the server answered 404: The model 'other' does not exist" in capsys.readouterr().err
+
+
+def spawned_by(pid: int) -> list[int]:
+    """Child processes that run Python code of the parent's, not multiprocessing's helpers."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(c) for c in children if b"spawn_main" in Path(f"/proc/{c}/cmdline").read_bytes()]
+
+
+def test_the_engine_has_a_process_and_its_death_ends_the_server_with_an_error_for_everyone() -> None:
+    served = start()
+    (core,) = spawned_by(served.process.pid)
+    chunks = served.openai().completions.create(
+        model="tiny", prompt="the of", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(chunks))
+    os.kill(core, signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(openai.APIError, match="SIGKILL"):
+        list(chunks)
+    assert time.monotonic() - began < 5
+    assert served.process.wait(10) == 1
 
 
 def test_sigterm_lets_a_stream_end_and_exits_with_0(served: Served) -> None:

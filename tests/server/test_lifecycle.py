@@ -108,7 +108,8 @@ def test_request_ids_come_back_and_may_be_reused(serve) -> None:
         for answer in (one, two):
             assert answer.headers["x-request-id"] == "mine"
             assert '"id":"chatcmpl-mine"' in next(answer.iter_lines())
-    assert len({seen[0] for seen in live.engine.seen}) == 2
+    live.post(CHAT, {"messages": HI, "max_tokens": 1}, headers=headers)
+    assert len({seen[0] for seen in live.engine.seen}) == 3, "an aborted request's name is never used again"
     assert live.get("/version", headers={"x-request-id": "a b"}).headers["x-request-id"] != "a b"
     assert live.get("/version").headers["x-request-id"]
 
