@@ -24,8 +24,10 @@ def test_a_page_waits_for_its_epoch_and_counts_as_coming(ledger):
     assert ledger.allocator.used(kv) == 2
     with pytest.raises(InUseError, match="waits for its epoch"):
         ledger.give(kv, pages[:1], "r")
+    assert ledger.pinned(kv, pages[0]), "a page that waits must not be moved"
     done = 3
     assert ledger.poll() == 2
+    assert not ledger.pinned(kv, pages[0])
     assert (ledger.coming(kv), ledger.allocator.used(kv)) == (0, 0)
     ledger.check()
 

@@ -48,6 +48,7 @@ class Ledger:
         self._references: dict[tuple[int, int], int] = {}  # beyond the first
         self._pins: dict[tuple[int, int], int] = {}
         self._waiting: deque[tuple[Event, int, list[int], Hashable]] = deque()
+        self._awaited: set[tuple[int, int]] = set()  # the pages in `_waiting`
         self._coming: dict[int, int] = {}
         self._tags: dict[tuple[int, int], Hashable] = {}
 
@@ -89,7 +90,7 @@ class Ledger:
     def pinned(self, cls: int, page: int) -> bool:
         """Whether the page must stay where it is: pinned, shared, or waiting for an epoch."""
         key = (cls, page)
-        return key in self._pins or key in self._references
+        return key in self._pins or key in self._references or key in self._awaited
 
     # ---------------------------------------------------------------- epochs
 
@@ -104,6 +105,7 @@ class Ledger:
             self._return(cls, pages, owner)
             return
         self._waiting.append((event, cls, pages, owner))
+        self._awaited.update((cls, page) for page in pages)
         self._coming[cls] = self._coming.get(cls, 0) + len(pages)
 
     def poll(self) -> int:
@@ -113,6 +115,7 @@ class Ledger:
             event, cls, pages, owner = self._waiting.popleft()
             if event.query():
                 self._return(cls, pages, owner)
+                self._awaited.difference_update((cls, page) for page in pages)
                 self._coming[cls] -= len(pages)
                 returned += len(pages)
             else:
@@ -130,14 +133,13 @@ class Ledger:
         self._return(cls, pages, owner)
 
     def _refuse_if_used(self, cls: int, pages: list[int], owner: Hashable) -> None:
-        waiting = {p for _, c, held, _ in self._waiting if c == cls for p in held}
         for page in pages:
             if (cls, page) in self._pins:
                 raise InUseError(f"page {page} (class {cls}, owner {owner!r}) is pinned", page, owner)
             if (cls, page) in self._references:
                 n = self._references[cls, page]
                 raise InUseError(f"page {page} (class {cls}, owner {owner!r}) has {n} users", page, owner)
-            if page in waiting:
+            if (cls, page) in self._awaited:
                 raise InUseError(
                     f"page {page} (class {cls}, owner {owner!r}) already waits for its epoch", page, owner
                 )
@@ -175,6 +177,8 @@ class Ledger:
             counted[cls] = counted.get(cls, 0) + len(pages)
         if counted != {c: n for c, n in self._coming.items() if n}:
             raise CorruptPoolError(f"pages waiting {counted} differ from pages counted {self._coming}")
+        if {(cls, page) for _, cls, pages, _ in self._waiting for page in pages} != self._awaited:
+            raise CorruptPoolError("the pages that wait differ from those listed as waiting")
         if any(n < 2 for n in self._references.values()):
             raise CorruptPoolError("a reference count below two is stored")
         if any(n < 1 for n in self._pins.values()):
