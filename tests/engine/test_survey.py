@@ -40,12 +40,12 @@ def test_sizes_equal_those_counted_on_the_built_model(shared_file, name):
 def test_every_cut_is_planned_within_the_bound_or_named(shared_file, name, tp):
     whole = survey(shared_file(f"data/models/{name}")).expert_width
     for form in FORMATS:
-        try:
-            s = survey(shared_file(f"data/models/{name}"), tp=tp, form=form)
-        except ConfigError as error:
-            assert str(whole) in str(error)
-            assert f"--tensor-parallel-size {tp}" in str(error)
+        # The only cuts there is no way to make: 60 experts do not divide by 8, nor 1408 / 8 by a scale block.
+        if name.startswith("Qwen1.5") and tp == 8 and form in ("fp8", "mxfp4"):
+            with pytest.raises(ConfigError, match=f"{whole}.*--tensor-parallel-size {tp}"):
+                survey(shared_file(f"data/models/{name}"), tp=tp, form=form)
             continue
+        s = survey(shared_file(f"data/models/{name}"), tp=tp, form=form)
         # Raw and packed in one pool must suit two parents at once; single formats keep the product's bound.
         assert plan_geometry(s.spec).worst_waste <= (0.04 if form == "raw+packed" else 0.02), form
         assert s.expert_width * tp == whole or any("expert parallel" in n for n in s.notes)

@@ -34,7 +34,7 @@ from .client import EngineInfo
 from .config import EngineConfig
 from .device import available_memory, choose_device, choose_dtype, host_available
 from .memory import Memory
-from .plan import MemoryPlan, make_boundary, plan_memory
+from .plan import MemoryPlan, make_boundary, plan_memory, sizes_of
 from .request import Request, SamplingParams, TokenOutput
 from .runner import Runner
 from .sampling_state import SamplingState
@@ -70,8 +70,7 @@ def plan_for(config: EngineConfig) -> MemoryPlan:
 def _plan(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> MemoryPlan:
     return plan_memory(
         config,
-        model,
-        itemsize=dtype.itemsize,
+        sizes_of(model, config, dtype.itemsize),
         device_available=available_memory(device),
         host_available=host_available(),
         device_is_host=device.type == "cpu",

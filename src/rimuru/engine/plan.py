@@ -16,6 +16,7 @@ from rimuru.pool.geometry import AttentionKind, Geometry, Kind, PoolSpec, plan_g
 
 from .config import EngineConfig
 
+FIXED_KINDS = ("sliding", "window")  # attention whose KV does not grow with a request
 GRANT = 256  # alignment of single allocations and of the parts of an expert page, bytes
 
 
@@ -30,7 +31,9 @@ class KVUnits:
 
     @classmethod
     def of(cls, geometry: Geometry, expert_class: int) -> KVUnits:
-        costs = [geometry.cost(g.page_class) for g in geometry.groups_of(Kind.KV)]
+        groups = [g for g in geometry.groups_of(Kind.KV) if not g.name.startswith(FIXED_KINDS)]
+        block = min(g.block_tokens for g in groups)
+        costs = [geometry.cost(g.page_class) * block / g.block_tokens for g in groups]
         alike = max(costs) == min(costs)
         unit = costs[0] if alike else sum(costs)
         expert = geometry.cost(expert_class)
@@ -142,6 +145,29 @@ def show(n: int) -> str:
     return f"{value:.2f} GiB"
 
 
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a plan must know of a model on one device, in bytes where nothing else is said."""
+
+    positions: int  # tokens
+    experts: int  # routed, of all layers
+    weights: int  # everything outside the routed experts
+    rope_row: int  # of the rotary table, a position
+    workspace: int
+    spec: PoolSpec
+    notes: tuple[str, ...] = ()
+
+
+def sizes_of(model: ModelConfig, config: EngineConfig, itemsize: int) -> Sizes:
+    """The sizes of a model that the engine serves."""
+    return Sizes(
+        positions=model.max_position_embeddings, experts=model.routed_experts,
+        weights=model.dense_parameters() * itemsize, rope_row=4 * model.rotary_dim,
+        workspace=workspace_bytes(model, config, itemsize),
+        spec=pool_spec(model, config.block_size, itemsize),
+    )  # fmt: skip
+
+
 def pool_spec(model: ModelConfig, block_tokens: int, itemsize: int) -> PoolSpec:
     """What the pool must know of a model: bytes of a token's KV and of an expert."""
     inter, hidden = model.moe_intermediate, model.hidden_size
@@ -187,9 +213,8 @@ def make_boundary(config: EngineConfig) -> BoundaryPolicy:
 
 def plan_memory(
     config: EngineConfig,
-    model: ModelConfig,
+    sizes: Sizes,
     *,
-    itemsize: int,
     device_available: int,
     host_available: int,
     device_is_host: bool,
@@ -201,16 +226,16 @@ def plan_memory(
     what is free. `reserve` stands for workspace and tables where they are known otherwise. Raises
     `MemoryPlanError` (too small, naming values that start) or `ConfigError`.
     """
-    positions = model.max_position_embeddings
+    positions = sizes.positions
     max_len = config.max_model_len or positions
     if max_len > positions:
         raise ConfigError(f"--max-model-len {max_len} is above the model's {positions} positions")
-    geometry = plan_geometry(pool_spec(model, config.block_size, itemsize))
+    geometry = plan_geometry(sizes.spec)
     expert_class = geometry.class_of(Kind.EXPERT)
-    total = model.routed_experts
+    total = sizes.experts
     blocks = -(-max_len // config.block_size)
-    weights = model.dense_parameters() * itemsize + max_len * model.rotary_dim * 4
-    workspace = workspace_bytes(model, config, itemsize)
+    weights = sizes.weights + max_len * sizes.rope_row
+    workspace = sizes.workspace
     tables = len(geometry.groups) * config.max_num_seqs * blocks * 4 + total * 12 + GRANT * 16
     if reserve is not None:
         workspace, tables = reserve, 0

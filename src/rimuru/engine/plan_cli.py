@@ -1,40 +1,108 @@
 """`rimuru plan MODEL`: where every byte would go, without reading a weight.
 
-Room: the command line's view of `plan.py`. Rule: prints what the engine would do, nothing else.
+Room: the command line's view of `plan.py`. Rule: for a model and format the engine serves it prints what
+the engine would do; anything else is surveyed, and the plan says so.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 
+from rimuru.errors import ConfigError, MemoryPlanError
+from rimuru.models.config import FAMILIES, read_json
+from rimuru.models.registry import resolve_model
+from rimuru.policy.cost import GPUS, gpu
+from rimuru.pool.allocator import Allocator
+from rimuru.pool.draw import text_map
+from rimuru.pool.geometry import Kind
+
 from .config import POLICIES, EngineConfig, parse_size
-from .core import plan_for
+from .core import local_models, plan_for
+from .device import host_available
+from .plan import MemoryPlan, plan_memory
+from .survey import FORMATS, survey
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that change the plan."""
     parser.add_argument("model", help="folder with config.json, Hub id, or 'demo'")
-    parser.add_argument("--device-memory", metavar="SIZE", help="cap on the device: bytes, 24GB or 24GiB")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--device-memory", metavar="SIZE", help="cap on the device: bytes, 24GB or 24GiB")
+    size.add_argument("--gpu", metavar="NAME", help=f"plan for a card: {', '.join(GPUS)}")
+    parser.add_argument(
+        "--gpu-memory-utilization", type=float, metavar="SHARE", help="of the card, default 0.9"
+    )
     parser.add_argument("--host-memory", metavar="SIZE", help="cap on the experts' host copies")
-    parser.add_argument("--memory-policy", choices=POLICIES, default="reactive")
+    parser.add_argument("--memory-policy", choices=POLICIES)
     parser.add_argument("--resident-experts", type=int, metavar="N", help="with --memory-policy static")
     parser.add_argument("--max-model-len", type=int, metavar="N")
     parser.add_argument("--max-num-seqs", type=int, metavar="N")
     parser.add_argument("--max-num-batched-tokens", type=int, metavar="N")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype")
+    parser.add_argument("--device")
+    parser.add_argument(
+        "--tensor-parallel-size", type=int, default=1, metavar="N", help="plan one of N ranks"
+    )
+    parser.add_argument("--expert-format", choices=FORMATS, default="bf16", help="how experts are stored")
+    parser.add_argument("--map", action="store_true", help="draw the pool, filled to the brim")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; a plan that cannot start raises `MemoryPlanError` with one that does."""
-    options = {
-        k: v for k, v in vars(args).items() if k in EngineConfig.__dataclass_fields__ and v is not None
-    }
+    names = {f.name for f in dataclasses.fields(EngineConfig)}
+    options = {k: v for k, v in vars(args).items() if k in names and v is not None}
     for name in ("device_memory", "host_memory"):
         if name in options:
             options[name] = parse_size(options[name], "--" + name.replace("_", "-"))
-    plan = plan_for(EngineConfig(**options))
+    if args.tensor_parallel_size < 1:
+        raise ConfigError(f"--tensor-parallel-size must be at least 1, got {args.tensor_parallel_size}")
+    config = EngineConfig(**options)
+    config.check()
+    if args.gpu:
+        config.device_memory = int(gpu(args.gpu).memory_bytes * config.gpu_memory_utilization)
+    plan = _plan(config, args)
     print(json.dumps(plan.to_json(), indent=1) if args.json else plan.describe())
+    if args.map:
+        print("\n" + _map(plan))
     return 0
+
+
+def _plan(config: EngineConfig, args: argparse.Namespace) -> MemoryPlan:
+    folder = resolve_model(config.model, config.revision, local=local_models(), weights=False)
+    family = read_json(folder / "config.json").get("model_type") if (folder / "config.json").is_file() else ""
+    served = family in FAMILIES and args.tensor_parallel_size == 1 and args.expert_format == "bf16"
+    if served and not args.gpu:
+        return plan_for(config)
+    found = survey(
+        folder, tp=args.tensor_parallel_size, form=args.expert_format, block_tokens=config.block_size
+    )
+    if config.device_memory is None:
+        raise ConfigError(
+            "give --gpu NAME or --device-memory SIZE: this plan is not for the machine it runs on"
+        )
+    host = host_available()
+    return plan_memory(
+        config,
+        found.sizes(config),
+        device_available=config.device_memory,
+        host_available=host,
+        device_is_host=False,
+    )
+
+
+def _map(plan: MemoryPlan) -> str:
+    """The pool as the plan fills it at start: resident experts, then KV in all that is left."""
+    geometry = plan.geometry
+    try:
+        books = Allocator(geometry, plan.pool_bytes)
+    except ValueError as error:
+        raise MemoryPlanError(f"there is no pool to draw: {error}") from None
+    books.take(plan.expert_class, plan.experts_resident, "experts")
+    kv = [g.page_class for g in geometry.groups_of(Kind.KV)]
+    for cls in dict.fromkeys(kv):
+        share = books.obtainable(cls) * kv.count(cls) // len(kv)
+        books.take(cls, share, "kv")
+    return text_map(books, width=72, rows=32)

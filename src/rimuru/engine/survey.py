@@ -16,6 +16,9 @@ from rimuru.errors import ConfigError
 from rimuru.models.config import FAMILIES, read_json
 from rimuru.pool.geometry import AttentionKind, PoolSpec, RecurrentKind
 
+from .config import EngineConfig
+from .plan import FIXED_KINDS, Sizes
+
 FORMATS = ("bf16", "fp8", "mxfp4", "packed", "raw+packed")
 ALIGN = 256  # bytes: each part of an expert's page starts on such a boundary
 SCALE_BLOCK = {"fp8": 128, "mxfp4": 32}  # values that share a scale along the width of an expert
@@ -38,6 +41,16 @@ class Survey:
     spec: PoolSpec
     dense_bytes: int  # weights outside the routed experts
     notes: tuple[str, ...] = ()
+
+    def sizes(self, config: EngineConfig) -> Sizes:
+        """What `plan_memory` needs. A step's workspace is bounded as for the served families, roughly."""
+        tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
+        per_token = 2 * (12 * self.hidden + 4 * self.top_k * self.expert_width) + 16 * self.experts
+        rows = max(config.max_num_seqs, 128)
+        return Sizes(
+            positions=self.max_positions, experts=self.experts_total, weights=self.dense_bytes, rope_row=256,
+            workspace=tokens * per_token + rows * self.vocab * 24, spec=self.spec, notes=self.notes,
+        )  # fmt: skip
 
     @property
     def experts_total(self) -> int:
@@ -83,6 +96,10 @@ def survey(folder: str | Path, *, tp: int = 1, form: str = "bf16", block_tokens:
         state,
         conv,
     )
+    for kind in attention:
+        if kind.name in FIXED_KINDS and c.get("sliding_window"):
+            held = kind.bytes_per_token_per_layer * len(kind.layers) * c["sliding_window"]
+            notes.append(f"{kind.name} attention holds {held:,} bytes a request, whatever its length")
     if family not in FAMILIES:
         notes.append(f"family {family!r} can be planned but not served; served are {', '.join(FAMILIES)}")
     return Survey(

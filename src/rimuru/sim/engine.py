@@ -14,7 +14,7 @@ import numpy as np
 from rimuru.cache.kv import KVCache
 from rimuru.engine.config import EngineConfig
 from rimuru.engine.memory import Memory
-from rimuru.engine.plan import MemoryPlan, make_boundary, plan_memory
+from rimuru.engine.plan import MemoryPlan, make_boundary, plan_memory, sizes_of
 from rimuru.engine.request import Phase, Request, SamplingParams
 from rimuru.engine.scheduler import Scheduler, StepPlan, StepResult
 from rimuru.errors import RequestError
@@ -90,7 +90,7 @@ class Simulation:
         itemsize = DTYPE_BYTES[model.dtype if config.dtype == "auto" else config.dtype]
         self.model, self.config, self.hardware, self.routing = model, config, hardware, routing
         self.plan: MemoryPlan = plan_memory(
-            config, model, itemsize=itemsize, device_available=hardware.card.memory_bytes,
+            config, sizes_of(model, config, itemsize), device_available=hardware.card.memory_bytes,
             host_available=hardware.host_bytes, device_is_host=False, reserve=hardware.reserve_bytes,
         )  # fmt: skip
         plan, geometry = self.plan, self.plan.geometry
