@@ -40,7 +40,7 @@ def test_sizes_equal_those_counted_on_the_built_model(shared_file, name):
 def test_every_cut_is_planned_within_the_bound_or_named(shared_file, name, tp):
     whole = survey(shared_file(f"data/models/{name}")).expert_width
     for form in FORMATS:
-        # The only cuts there is no way to make: 60 experts do not divide by 8, nor 1408 / 8 by a scale block.
+        # The only cuts that cannot be made: neither 60 experts nor 1408 in whole scale blocks divide by 8.
         if name.startswith("Qwen1.5") and tp == 8 and form in ("fp8", "mxfp4"):
             with pytest.raises(ConfigError, match=f"{whole}.*--tensor-parallel-size {tp}"):
                 survey(shared_file(f"data/models/{name}"), tp=tp, form=form)
