@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -72,7 +73,7 @@ def test_a_prompt_s_counts_are_those_of_its_chunks():
     whole = routing.prompt(7, 0, 1000)
     assert whole.sum() == 1000 * 15
     cuts = [0, 1, 127, 128, 300, 640, 1000]
-    parts = [routing.prompt(7, a, b - a) for a, b in zip(cuts, cuts[1:], strict=False)]
+    parts = [routing.prompt(7, a, b - a) for a, b in pairwise(cuts)]
     assert np.array_equal(whole, np.sum(parts, axis=0))
 
 
@@ -85,7 +86,7 @@ def test_a_routing_model_is_found_by_the_model_s_name(tmp_path):
     assert np.array_equal(got.prompt(0, 0, 50), want.prompt(0, 0, 50))
     with pytest.raises(ConfigError, match="has 60 experts, top 4; the model has 64, top 8"):
         load_routing(str(file), 4, 64, 8, "Qwen1.5-MoE-A2.7B")
-    with pytest.raises(ConfigError, match="no entry for 'Mixtral'; it has Qwen1.5-MoE-A2.7B, OLMoE"):
+    with pytest.raises(ConfigError, match=r"no entry for 'Mixtral'; it has Qwen1\.5-MoE-A2\.7B, OLMoE"):
         load_routing(str(file), 4, 60, 4, "Mixtral")
     with pytest.raises(ConfigError, match="no routing model in it"):
         load_routing(str(file), 4, 64, 8, "OLMoE-1B-7B")

@@ -44,7 +44,7 @@ def test_a_malformed_trace_is_named_with_line_and_reason(tmp_path, text, says):
 
 
 def test_a_missing_or_binary_file_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="no.csv: cannot be read"):
+    with pytest.raises(ConfigError, match=r"no\.csv: cannot be read"):
         read_trace(tmp_path / "no.csv")
     (tmp_path / "b.csv").write_bytes(b"\xff\xfe\x00prompt")
     with pytest.raises(ConfigError, match=r"b\.csv: not a CSV file"):
@@ -73,7 +73,7 @@ def test_outputs_scale_and_the_trace_starts_over_where_more_is_asked_for():
     "bad", [{"requests": 0}, {"rate": 0.0}, {"rate": float("inf")}, {"output_scale": 0.0}, {}]
 )
 def test_loads_that_cannot_be_are_refused(bad):
-    with pytest.raises(ConfigError, match="--requests|--rate|--output-scale"):
+    with pytest.raises(ConfigError, match=r"--requests|--rate|--output-scale"):
         shape([Arrival(0.0, 1, 1, 0)] * 2, **bad)
 
 
