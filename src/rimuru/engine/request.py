@@ -9,11 +9,13 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from rimuru.errors import RequestError
 
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
+MAX_COUNT = 2**31 - 1  # of what kernels hold as int32
 
 
 def _number(name: str, value: object, low: float, high: float, low_open: bool = False) -> None:
@@ -32,6 +34,31 @@ def _count(name: str, value: object, low: int, high: int | None = None) -> None:
     ):
         limit = f"at least {low}" if high is None else f"from {low} to {high}"
         raise RequestError(f"{name} must be a whole number {limit}, got {value!r}", name)
+
+
+def _ids(name: str, value: object, top: int | None) -> None:
+    if not isinstance(value, list):
+        raise RequestError(f"{name} must be a list of token ids, got {value!r}", name)
+    for token in value:
+        _count(name, token, 0, top)
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an output has to look like, in words; the engine compiles it.
+
+    `kind` is "json_schema" (`text`: the schema as JSON), "regex", "choice" (`text`: a JSON list of strings)
+    or "grammar" (`text`: EBNF with a rule `root`). With `after`, token ids, the output is free until those
+    ids have come (the end of a reasoning). `param` names the client's field in errors.
+    """
+
+    kind: str
+    text: str
+    after: tuple[int, ...] = field(default=(), compare=False)
+    param: str | None = field(default=None, compare=False)
+
+
+GRAMMAR_KINDS = ("json_schema", "regex", "choice", "grammar")
 
 
 @dataclass(slots=True)
@@ -64,6 +91,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
+    grammar: Grammar | None = None
 
     def check(self, vocab_size: int | None = None) -> None:
         """Raise `RequestError` naming the first field that cannot be honoured."""
@@ -77,9 +105,10 @@ class SamplingParams:
             )
         _number("temperature", self.temperature, 0.0, 100.0)
         _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _count("top_k", self.top_k, -1)
+        _count("top_k", self.top_k, -1, MAX_COUNT)
         _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        # A factor near 0 would make infinities of the logits, and no choice could be told from another.
+        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:
@@ -90,16 +119,35 @@ class SamplingParams:
         if not isinstance(self.stop, list) or not all(isinstance(s, str) and s for s in self.stop):
             raise RequestError(f"stop must be a list of non-empty strings, got {self.stop!r}", "stop")
         top = None if vocab_size is None else vocab_size - 1
-        for token in self.stop_token_ids:
-            _count("stop_token_ids", token, 0, top)
+        _ids("stop_token_ids", self.stop_token_ids, top)
         if self.allowed_token_ids is not None:
+            _ids("allowed_token_ids", self.allowed_token_ids, top)
             if not self.allowed_token_ids:
                 raise RequestError("allowed_token_ids must not be empty", "allowed_token_ids")
-            for token in self.allowed_token_ids:
-                _count("allowed_token_ids", token, 0, top)
+        if not isinstance(self.logit_bias, dict | None):
+            raise RequestError(
+                f"logit_bias must map token ids to numbers, got {self.logit_bias!r}", "logit_bias"
+            )
         for token, bias in (self.logit_bias or {}).items():
             _count("logit_bias", token, 0, top)
             _number("logit_bias", bias, -100.0, 100.0)
+        if self.grammar is not None:
+            self._check_grammar(self.grammar)
+
+    def _check_grammar(self, grammar: Grammar) -> None:
+        if grammar.kind not in GRAMMAR_KINDS:
+            raise RequestError(
+                f"a grammar is one of {', '.join(GRAMMAR_KINDS)}, not {grammar.kind!r}", grammar.param
+            )
+        # The grammar alone decides where the output may end and what it may hold: a second word in that
+        # could leave no token at all.
+        for name, given in (
+            ("ignore_eos", self.ignore_eos),
+            ("min_tokens", self.min_tokens > 0),
+            ("allowed_token_ids", self.allowed_token_ids is not None),
+        ):
+            if given:
+                raise RequestError(f"{name} cannot go with constrained output; leave one of them out", name)
 
 
 class FinishReason(enum.StrEnum):
@@ -140,6 +188,7 @@ class Request:
     slot: int = -1  # row of the device tables while running
     block_keys: list[bytes] = field(default_factory=list)  # prefix-cache keys of full blocks so far
     preemptions: int = 0
+    constraint: Any = None  # how far its grammar has come; kept across preemptions like the tokens
     seed: int | None = None  # of this request's draws; chosen at its first step where the client gave none
     scheduled_at: float | None = None
     first_token_at: float | None = None
@@ -148,6 +197,24 @@ class Request:
     def __post_init__(self) -> None:
         if not self.num_prompt:
             self.num_prompt = len(self.tokens)
+
+    def check(self) -> None:
+        """Raise `RequestError` for what would stop the step of every other request later on."""
+        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
+            raise RequestError(f"priority must be a whole number, got {self.priority!r}", "priority")
+        try:
+            self.cache_salt.encode()
+        except (AttributeError, UnicodeEncodeError):
+            raise RequestError(
+                f"cache_salt must be valid text, got {self.cache_salt!r}", "cache_salt"
+            ) from None
+        allowed = self.params.allowed_token_ids
+        if self.params.min_tokens and allowed is not None and self.stop_ids.issuperset(allowed):
+            raise RequestError(
+                f"min_tokens {self.params.min_tokens}: each of the allowed_token_ids ends the output, so "
+                "nothing can come before; allow one more token or set min_tokens to 0",
+                "min_tokens",
+            )
 
     @property
     def num_tokens(self) -> int:
@@ -181,3 +248,4 @@ class TokenOutput:
     stop_reason: int | str | None = None
     num_cached: int = 0
     error: str | None = None
+    error_param: str | None = None  # set where the request itself was wrong: the field (HTTP 400)

@@ -100,6 +100,7 @@ class Scheduler:
         """Raise `RequestError` if the request can never be served, however long it waits."""
         if request.request_id in self.requests:
             raise RequestError(f"request id {request.request_id!r} is already in use", "request_id")
+        request.check()
         prompt, limit = request.num_prompt, min(self.max_model_len, self.memory.max_request_tokens)
         if prompt < 1:
             raise RequestError("the prompt has no tokens; send at least one", "prompt")
