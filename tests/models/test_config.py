@@ -26,6 +26,10 @@ PUBLISHED = {
     "OLMoE-1B-7B-0924": (16, 12.88, 0.95, 6.919),
     "Qwen3-30B-A3B": (48, 57.98, 3.08, 30.532),
     "Mixtral-8x7B-v0.1": (32, 90.19, 3.21, 46.703),
+    "Qwen3-Next-80B-A3B-Instruct": (48, 154.62, 4.73, 79.674),
+    "Qwen3.5-35B-A3B": (40, 64.42, 4.90, 34.661),
+    "Qwen3.5-122B-A10B": (48, 231.93, 12.29, 122.112),
+    "Qwen3.5-397B-A17B": (60, 773.09, 19.60, 396.346),
 }
 
 
@@ -60,7 +64,7 @@ def test_kv_bytes_of_a_published_model():
 
 
 @pytest.mark.parametrize(
-    "name", ["DeepSeek-V3", "gpt-oss-20b", "GLM-4.5-Air", "Qwen3.5-35B-A3B", "Qwen3-Next-80B-A3B-Instruct"]
+    "name", ["DeepSeek-V3", "DeepSeek-V4-Flash", "gpt-oss-20b", "GLM-4.5-Air", "DeepSeek-V2-Lite"]
 )
 def test_other_architectures_are_refused_with_the_list_of_served_ones(name):
     with pytest.raises(UnsupportedModelError) as caught:

@@ -14,7 +14,16 @@ from types import ModuleType
 import torch
 
 from rimuru.kernels import reference
-from rimuru.kernels.types import ALIGN, ExpertLayout, KVLayout, KVView, StepMeta
+from rimuru.kernels.types import (
+    ALIGN,
+    ExpertLayout,
+    KVLayout,
+    KVView,
+    RecurrentView,
+    StateLayout,
+    StateView,
+    StepMeta,
+)
 from rimuru.models.config import ModelConfig, load_model_config
 from rimuru.models.loader import load_weights
 from rimuru.models.registry import build_model
@@ -63,7 +72,7 @@ class PagedKV:
     ):
         self.slots, self.max_len = slots, max_len
         blocks = -(-max_len // block)
-        sizes = [len(part) for part in torch.arange(config.num_layers).chunk(groups)]
+        sizes = [len(part) for part in torch.arange(config.attention_layers).chunk(groups)]
         layouts = [KVLayout(n, block, config.num_kv_heads, config.head_dim, grain, dtype) for n in sizes]
         grains = [-(-lay.page_bytes // grain) for lay in layouts]
         order = [(g, s, b) for g in range(len(sizes)) for s in range(slots) for b in range(blocks)]
@@ -75,9 +84,35 @@ class PagedKV:
             at += grains[g]
         self.pool = torch.full((at * grain,), NAN_BYTE, dtype=torch.uint8)
         flat = self.pool.view(dtype)
+        attention = iter(
+            [KVView(flat, self.table[g], i, layouts[g]) for g, n in enumerate(sizes) for i in range(n)]
+        )
+        states = iter(recurrent_views(config, dtype, slots, grain, seed))
         self.views = [
-            KVView(flat, self.table[g], i, layouts[g]) for g, n in enumerate(sizes) for i in range(n)
+            next(attention) if i in config.kv_layers else next(states) for i in range(config.num_layers)
         ]
+
+
+def recurrent_views(
+    config: ModelConfig, dtype: torch.dtype, slots: int, grain: int, seed: int
+) -> list[RecurrentView]:
+    """A page of all layers' states for each slot, and one of convolution inputs, in NaN-filled pools."""
+    r = config.recurrent
+    if r is None:
+        return []
+
+    def views(shape: tuple[int, ...], kind: torch.dtype) -> list[StateView]:
+        layout = StateLayout(len(r.layers), shape, grain, kind)
+        step = -(-layout.page_bytes // grain)
+        pool = torch.full(((slots + 1) * step * grain,), NAN_BYTE, dtype=torch.uint8).view(kind)
+        places = list(range(slots))
+        random.Random(seed).shuffle(places)
+        table = torch.tensor(places, dtype=torch.int32) * step + 1
+        return [StateView(pool, table, i, layout) for i in range(len(r.layers))]
+
+    state = views((r.value_heads, r.key_dim, r.value_dim), torch.float32)
+    conv = views((r.kernel - 1, r.channels), dtype)
+    return [RecurrentView(*pair) for pair in zip(state, conv, strict=True)]
 
 
 def step_meta(queries: list[tuple[int, int, int]]) -> StepMeta:

@@ -5,7 +5,9 @@ part), so that whatever is compared with it is compared with an independent path
 
 Weights are drawn so that the residual stream keeps its size and logits spread over about +-10:
 greedy choices and routing then have margins far above float32 rounding. Norm weights, biases and
-every expert differ, so that a swapped one shows.
+every expert differ, so that a swapped one shows. The gated norm behind a recurrent state divides by the
+size of what the state returns, which may be small, and so enlarges rounding: hybrid models have a larger
+epsilon and smaller weights after it and in the router, which keep float32 logits within 0.5e-4 of float64's.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 transformers.utils.logging.disable_progress_bar()
 
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+HYBRID_FAMILIES = ("qwen3_next", "qwen3_5_moe")
 VOCAB = 640
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 EOS = [2, 0]  # <|im_end|> and <|endoftext|>, as chat checkpoints list them in generation_config.json
@@ -67,12 +70,31 @@ _SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": False,
         "tie_word_embeddings": False,
     },
+    "qwen3_next": {
+        "hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 32, "intermediate_size": 96, "moe_intermediate_size": 64, "num_experts": 8,
+        "num_experts_per_tok": 2, "shared_expert_intermediate_size": 48, "norm_topk_prob": True,
+        "mlp_only_layers": [3], "rms_norm_eps": 1e-4, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
+        "linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_conv_kernel_dim": 4,
+        "layer_types": ["linear_attention", "full_attention"] + ["linear_attention"] * 2 + ["full_attention"],
+        "tie_word_embeddings": False,
+    },
+    "qwen3_5_moe": {
+        "hidden_size": 96, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "head_dim": 64, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 3,
+        "shared_expert_intermediate_size": 64, "rms_norm_eps": 1e-4,
+        "linear_num_key_heads": 4, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 24, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 3,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"], "tie_word_embeddings": True,
+    },
 }  # fmt: skip
 _CLASSES = {
     "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
     "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     "olmoe": (transformers.OlmoeConfig, transformers.OlmoeForCausalLM),
+    "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
+    "qwen3_5_moe": (transformers.Qwen3_5MoeTextConfig, transformers.Qwen3_5MoeForCausalLM),
 }
 
 
@@ -109,17 +131,24 @@ def tiny_checkpoint(family: str, cache_dir: str | Path | None = None, **override
 def draw_weights(model: torch.nn.Module, seed: int) -> None:
     """Fill every parameter; see the module docstring for the aim."""
     rng = torch.Generator().manual_seed(seed)
+    hybrid = model.config.model_type in ("qwen3_next", "qwen3_5_moe_text")  # norms multiply by 1 + weight
     with torch.no_grad():
         for name, p in sorted(model.named_parameters()):
             noise = torch.randn(p.shape, generator=rng)
-            if "norm" in name:
+            if name.endswith("A_log"):
+                p.copy_(noise - 3)  # some heads remember hundreds of tokens, so that a stale state shows
+            elif hybrid and "norm" in name and "linear_attn" not in name:
+                p.copy_(0.3 * noise)
+            elif "norm" in name:
                 p.copy_(1 + 0.3 * noise)
             elif p.dim() == 1:
                 p.copy_(0.3 * noise)
             elif "embed" in name or "lm_head" in name:
                 p.copy_(noise * 3 / p.shape[-1] ** 0.5)
             elif name.endswith("mlp.gate.weight"):
-                p.copy_(noise * 2 / p.shape[-1] ** 0.5)
+                p.copy_(noise * (1.2 if hybrid else 2) / p.shape[-1] ** 0.5)
+            elif name.endswith("linear_attn.out_proj.weight"):
+                p.copy_(noise * 0.36 / p.shape[-1] ** 0.5)
             else:
                 p.copy_(noise * 1.2 / p.shape[-1] ** 0.5)
 

@@ -7,7 +7,9 @@ same names, same meaning; callers ask `backend_for` and never import one by name
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -25,3 +27,8 @@ def backend_for(device: torch.device, dtype: torch.dtype) -> ModuleType:
     else:
         name = "reference"
     return importlib.import_module(f"{__name__}.{name}")
+
+
+def operation(ops: ModuleType, name: str) -> Callable[..., Any]:
+    """The function `name` of a back end, or the torch twin where the back end has none of its own."""
+    return getattr(ops, name, None) or getattr(importlib.import_module(f"{__name__}.reference"), name)

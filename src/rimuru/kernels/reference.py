@@ -12,7 +12,9 @@ import ctypes
 import torch
 import torch.nn.functional as F
 
-from .types import EXPERT_ADDRESS, ExpertLayout, KVView, StepMeta
+from .types import EXPERT_ADDRESS, ExpertLayout, KVView, StateView, StepMeta
+
+DELTA_CHUNK = 64  # tokens whose updates are solved for at one time
 
 
 def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -42,6 +44,17 @@ def rms_norm(
     h = x.float()
     h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
     return weight * h.to(x.dtype), x
+
+
+def zero_centred_rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rms_norm` with the weight `1 + weight`, multiplied in float32 and rounded once."""
+    if residual is not None:
+        x = x + residual
+    h = x.float()
+    h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
+    return (h * (1.0 + weight.float())).to(x.dtype), x
 
 
 def rope_table(
@@ -132,6 +145,149 @@ def attention(q: torch.Tensor, kv: KVView, meta: StepMeta, scale: float, window:
         score = score.masked_fill(hide, float("-inf")).softmax(-1)
         out[a:b] = torch.einsum("hqk,khd->qhd", score, v).to(q.dtype)
     return out.reshape(q.shape[0], -1)
+
+
+def _state_index(view: StateView, slots: torch.Tensor) -> torch.Tensor:
+    """Elements of the pool that hold the layer's values of each slot, int64 `[slots, *shape]`."""
+    lay = view.layout
+    at = view.table[slots.long()].long() * lay.grain_elems + view.layer * lay.layer_elems
+    inside = torch.arange(lay.layer_elems, device=view.pool.device)
+    return (at[:, None] + inside).view(-1, *lay.shape)
+
+
+def _load_state(view: StateView, index: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
+    """The values at `index`; zeros for sequences that begin now, whatever their pages hold."""
+    return view.pool[index].masked_fill(fresh.view(-1, *[1] * len(view.layout.shape)), 0)
+
+
+def causal_conv(x: torch.Tensor, weight: torch.Tensor, view: StateView, meta: StepMeta) -> torch.Tensor:
+    """Depthwise causal convolution of each channel over its sequence, then SiLU.
+
+    x `[T, C]`, weight `[C, K]`: `silu(sum_j weight[:, j] * x[t - K + 1 + j])`, accumulated in float32;
+    returns `[T, C]` in x's dtype. The inputs before this step's come from the sequence's page (zeros
+    at position 0), the last K - 1 inputs are left there.
+    """
+    taps = weight.shape[1] - 1
+    counts = (meta.query_start[1:] - meta.query_start[:-1]).long()
+    fresh, sequences = meta.seq_lens <= counts, len(counts)
+    index = _state_index(view, meta.slots)
+    # One list of rows: all sequences' old inputs, then this step's.
+    rows = torch.cat([_load_state(view, index, fresh).flatten(0, 1).to(x.dtype), x])
+    owner = torch.arange(sequences, device=x.device).repeat_interleave(counts)
+    begin = meta.query_start[:-1].long()
+
+    def row(sequence: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+        """Row of the sequence's input at `offset` of this step; a negative one is an old input."""
+        return torch.where(
+            offset < 0, (sequence + 1) * taps + offset, sequences * taps + begin[sequence] + offset
+        )
+
+    offset = torch.arange(len(x), device=x.device) - begin[owner]
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for j in range(taps + 1):
+        out += rows[row(owner, offset - taps + j)].float() * weight[:, j].float()
+    live = (meta.seq_lens > 0).nonzero().flatten()
+    last = counts[live, None] - taps + torch.arange(taps, device=x.device)
+    view.pool[index[live]] = rows[row(live[:, None], last)].to(view.layout.dtype)
+    return F.silu(out).to(x.dtype)
+
+
+def gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    view: StateView,
+    meta: StepMeta,
+) -> torch.Tensor:
+    """The gated delta rule (Yang et al., 2025) over each sequence, from the state in its page.
+
+    q, k `[T, key heads, key dim]`, made unit vectors here, q then divided by sqrt(key dim);
+    v `[T, value heads, value dim]`; each key head serves `value heads / key heads` value heads in
+    turn. decay float32 `[T, value heads]`, the logarithm of what is kept of the state (at most 0); beta
+    `[T, value heads]`, the rate of the update. For every token, with state S:
+
+        S = exp(decay) * S;  S = S + k (beta * (v - k S));  out = q S
+
+    A sequence at position 0 starts from zeros and its page is not read. Returns
+    `[T, value heads, value dim]` in v's dtype; the state is float32 throughout.
+    """
+    repeat = v.shape[1] // k.shape[1]
+
+    def unit(x: torch.Tensor) -> torch.Tensor:
+        x = x.float()
+        return (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)).repeat_interleave(repeat, 1)
+
+    q, k, value, beta = unit(q) * q.shape[-1] ** -0.5, unit(k), v.float(), beta.float()
+    starts = meta.query_start.tolist()
+    lens = meta.seq_lens.tolist()
+    out = torch.zeros(v.shape, dtype=torch.float32, device=v.device)
+    single = [s for s, n in enumerate(lens) if n and starts[s + 1] - starts[s] == 1]
+    chunked = [s for s, n in enumerate(lens) if n and starts[s + 1] - starts[s] > 1]
+    for together in [single] * bool(single) + [[s] for s in chunked]:
+        a, b = starts[together[0]], starts[together[0] + 1]
+        which = torch.tensor(together, device=v.device)
+        index = _state_index(view, meta.slots[which])
+        fresh = torch.tensor([lens[s] == starts[s + 1] - starts[s] for s in together], device=v.device)
+        state = _load_state(view, index, fresh)
+        if together is single:
+            t = meta.query_start[which].long()
+            out[t], state = _delta_step(state, *(x[t] for x in (q, k, value, decay, beta)))
+        else:
+            mixed, state = _delta_chunks(
+                state[0], *(x[a:b].transpose(0, 1) for x in (q, k, value, decay, beta))
+            )
+            out[a:b] = mixed.transpose(0, 1)
+        view.pool[index] = state.view(index.shape)
+    return out.to(v.dtype)
+
+
+def _delta_step(
+    state: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token of many sequences: q, k `[S, H, K]`, v `[S, H, V]`, state `[S, H, K, V]`."""
+    state = state * decay.exp()[..., None, None]
+    known = (state * k[..., None]).sum(-2)
+    state = state + k[..., None] * ((v - known) * beta[..., None])[..., None, :]
+    return (state * q[..., None]).sum(-2), state
+
+
+def _delta_chunks(
+    state: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Many tokens of one sequence, a chunk at a time: q, k `[H, n, K]`, v `[H, n, V]`, state `[H, K, V]`.
+
+    Inside a chunk each update depends on those before it: with `G` the decay summed from the chunk's
+    start, the updates `u` solve the unit triangular system
+
+        u_i + sum_{j<i} beta_i exp(G_i - G_j) (k_i k_j) u_j = beta_i (v_i - exp(G_i) k_i S)
+    """
+    out = torch.empty_like(v)
+    for at in range(0, v.shape[1], DELTA_CHUNK):
+        span = slice(at, at + DELTA_CHUNK)
+        qc, kc, total = q[:, span], k[:, span], decay[:, span].cumsum(-1)
+        rate = beta[:, span, None]
+        later = torch.ones(qc.shape[1], qc.shape[1], dtype=torch.bool, device=q.device).triu(1)
+        kept = (total[:, :, None] - total[:, None]).masked_fill(later, float("-inf")).exp()
+        grown = total.exp()[..., None]
+        system = rate * (kc @ kc.mT) * kept  # its diagonal is not read
+        wanted = rate * (v[:, span] - grown * (kc @ state))
+        update = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+        out[:, span] = grown * (qc @ state) + ((qc @ kc.mT) * kept) @ update
+        left = (total[:, -1:] - total).exp()[..., None]
+        state = state * grown[:, -1:] + (left * kc).mT @ update
+    return out, state
 
 
 def route(

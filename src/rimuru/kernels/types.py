@@ -10,6 +10,7 @@ Every back end (`reference`, `cpu`, `triton`) implements the functions documente
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
@@ -76,6 +77,56 @@ class KVView:
     table: torch.Tensor  # int32 [slots, blocks], grain indices of this layer's group
     layer: int  # index inside the group
     layout: KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """How one layer group's STATE or CONV page lies in memory: `[layer of group][*shape]`.
+
+    shape: of STATE `(value heads, key dim, value dim)`, in float32; of CONV `(kernel - 1, channels)`,
+    the last inputs of the convolution, oldest first. The page starts at `table_entry * grain` bytes
+    from the pool's base.
+    """
+
+    layers: int
+    shape: tuple[int, ...]
+    grain: int  # bytes
+    dtype: torch.dtype
+
+    @property
+    def layer_elems(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def grain_elems(self) -> int:
+        return self.grain // self.dtype.itemsize
+
+    @property
+    def page_bytes(self) -> int:
+        """Payload bytes of a page (the pool may pad it to the grain)."""
+        return self.layers * self.layer_elems * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class StateView:
+    """One recurrent layer's window on the states of all slots.
+
+    The layer's values of a slot begin at element `table[slot] * grain_elems + layer * layer_elems`
+    of `pool`, computed in int64.
+    """
+
+    pool: torch.Tensor  # [pool elements], layout.dtype
+    table: torch.Tensor  # int32 [slots], grain indices of this layer's group
+    layer: int  # index inside the group
+    layout: StateLayout
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentView:
+    """What a gated delta layer keeps of a sequence: its state and the convolution's last inputs."""
+
+    state: StateView
+    conv: StateView
 
 
 @dataclass(frozen=True, slots=True)

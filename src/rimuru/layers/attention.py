@@ -6,9 +6,11 @@ Room: layers. Rule: all that does not change between steps is settled in `__init
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import torch
 
+from rimuru.kernels import operation
 from rimuru.kernels.types import KVView, StepMeta
 from rimuru.layers.linear import DenseWeights
 
@@ -17,7 +19,8 @@ class Attention:
     """Grouped-query attention (Ainslie et al., 2023) of one layer.
 
     `qk_norm`: "none"; "head": RMSNorm over each head of q and k; "all": over all heads together.
-    `window` > 0 limits attention to that many last positions.
+    `window` > 0 limits attention to that many last positions. `q_rows`: rows of `q_proj` where it
+    gives more than q.
     """
 
     __slots__ = (
@@ -41,9 +44,10 @@ class Attention:
         qk_norm: str = "none",
         eps: float = 1e-6,
         window: int = 0,
+        q_rows: int | None = None,
     ):
         q_size, kv_size = q_heads * head_dim, kv_heads * head_dim
-        rows = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        rows = {"q_proj": q_rows or q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv = weights.fuse({f"{name}.{p}.weight": n for p, n in rows.items()}, hidden)
         self.qkv_bias = weights.fuse({f"{name}.{p}.bias": n for p, n in rows.items()}) if qkv_bias else None
         self.out = weights.take(f"{name}.o_proj.weight", hidden, q_size)
@@ -86,3 +90,45 @@ class ClippedAttention(Attention):
         qkv = qkv.clamp_(-self.clip, self.clip)
         q = self.to_cache(qkv, self.q_heads, kv, meta, self.rope, None, None, self.eps)
         return self.linear(self.attend(q, kv, meta, self.scale, self.window), self.out, self.out_bias)
+
+
+class GatedAttention(Attention):
+    """Attention whose `q_proj` gives q and a gate, head by head; its sigmoid scales what attention returns.
+
+    The norms of q and k, where there are any, are zero-centred (Qwen3-Next).
+    """
+
+    __slots__ = ("head_dim", "norm")
+
+    def __init__(
+        self,
+        weights: DenseWeights,
+        ops: ModuleType,
+        name: str,
+        hidden: int,
+        q_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        rope: torch.Tensor,
+        **options: Any,
+    ):
+        shape = (name, hidden, q_heads, kv_heads, head_dim, rope)
+        super().__init__(weights, ops, *shape, q_rows=2 * q_heads * head_dim, **options)
+        self.head_dim = head_dim
+        self.norm = operation(ops, "zero_centred_rms_norm")
+
+    def forward(self, x: torch.Tensor, meta: StepMeta, kv: KVView) -> torch.Tensor:
+        """As `Attention.forward`. Norms are done before the rotation, which knows only plain ones."""
+        tokens, q_size = len(x), self.q_heads * self.head_dim
+        both, k, v = self.linear(x, self.qkv, self.qkv_bias).tensor_split(
+            [2 * q_size, 2 * q_size + kv.layout.heads * self.head_dim], dim=-1
+        )
+        q, gate = both.view(tokens, self.q_heads, 2, self.head_dim).unbind(2)
+        k = k.view(tokens, -1, self.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, _ = self.norm(q, self.q_norm, self.eps)
+            k, _ = self.norm(k, self.k_norm, self.eps)
+        qkv = torch.cat([q.reshape(tokens, -1), k.reshape(tokens, -1), v], dim=-1)
+        q = self.to_cache(qkv, self.q_heads, kv, meta, self.rope, None, None, self.eps)
+        mixed = self.attend(q, kv, meta, self.scale, self.window) * gate.reshape(tokens, -1).sigmoid()
+        return self.linear(mixed, self.out, self.out_bias)

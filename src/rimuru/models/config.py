@@ -19,9 +19,43 @@ from typing import Any
 from rimuru.errors import ConfigError, UnsupportedModelError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "qwen3_next", "qwen3_5_moe")
+TEXT_PARTS = {"qwen3_5_moe_text": "qwen3_5_moe"}  # model_type of a text part saved alone -> its family
 ROPE_KINDS = ("default", "linear", "yarn", "llama3")
 _REQUIRED: Any = object()
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentConfig:
+    """The gated delta layers of a hybrid model."""
+
+    layers: tuple[int, ...]
+    key_heads: int
+    value_heads: int  # a multiple of key_heads
+    key_dim: int
+    value_dim: int
+    kernel: int  # of the convolution, in tokens
+    fused: bool  # the projections lie in two tensors, not four
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: q, k and v of all heads."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def state_bytes(self) -> int:
+        """A sequence's recurrent state in one layer: float32 whatever the model's dtype."""
+        return self.value_heads * self.key_dim * self.value_dim * 4
+
+    def conv_elements(self) -> int:
+        """What the convolution keeps of a sequence in one layer, in the model's dtype."""
+        return (self.kernel - 1) * self.channels
+
+    def parameters(self, hidden: int) -> int:
+        """Parameters of one layer, its two norms on the hidden state apart."""
+        values = self.value_heads * self.value_dim
+        projections = hidden * (self.channels + values + 2 * self.value_heads) + values * hidden
+        return projections + self.channels * self.kernel + 2 * self.value_heads + self.value_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +85,9 @@ class ModelConfig:
     output_bias: bool = False  # on the attention's output projection
     qk_norm: str = "none"  # "none", "head" (each head alone) or "all" (all heads together)
     clip_qkv: float | None = None
+    output_gate: bool = False  # q_proj also gives a gate on what attention returns
+    zero_centred_norm: bool = False  # norms multiply by 1 + weight
+    recurrent: RecurrentConfig | None = None  # the gated delta layers; the others have attention
     scoring: str = "softmax"
     shared_intermediate: int = 0  # 0: no shared expert
     shared_gate: bool = False
@@ -69,9 +106,15 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """The layers that keep KV, ascending."""
+        recurrent = self.recurrent.layers if self.recurrent else ()
+        return tuple(i for i in range(self.num_layers) if i not in recurrent)
+
+    @property
     def attention_layers(self) -> int:
-        """Layers that keep KV: all of them in the families served."""
-        return self.num_layers
+        """How many layers keep KV."""
+        return len(self.kv_layers)
 
     @property
     def routed_experts(self) -> int:
@@ -90,13 +133,17 @@ class ModelConfig:
     def dense_parameters(self) -> int:
         """Parameters outside the routed experts: what stays on the device whatever the boundary."""
         h = self.hidden_size
-        attention = h * (self.q_size + 2 * self.kv_size) + self.q_size * h + 2 * h
-        attention += (self.q_size + 2 * self.kv_size) * self.qkv_bias + h * self.output_bias
+        q_rows = self.q_size * (2 if self.output_gate else 1)
+        attention = h * (q_rows + 2 * self.kv_size) + self.q_size * h
+        attention += (q_rows + 2 * self.kv_size) * self.qkv_bias + h * self.output_bias
         attention += {"none": 0, "head": 2 * self.head_dim, "all": self.q_size + self.kv_size}[self.qk_norm]
         moe = h * self.num_experts + 3 * h * self.shared_intermediate + h * self.shared_gate
         dense = 3 * h * self.dense_intermediate
+        recurrent = len(self.recurrent.layers) * self.recurrent.parameters(h) if self.recurrent else 0
         return (
-            self.num_layers * attention
+            self.attention_layers * attention
+            + recurrent
+            + self.num_layers * 2 * h
             + len(self.moe_layers) * moe
             + (self.num_layers - len(self.moe_layers)) * dense
             + (1 if self.tie_embeddings else 2) * self.vocab_size * h
@@ -166,8 +213,12 @@ class RawConfig:
             raise ConfigError(f"{self.source} cannot be served: " + "; ".join(self.problems))
 
 
-def common_fields(raw: RawConfig) -> dict[str, Any]:
-    """The fields every family of decoder shares, ready for `ModelConfig(**fields)`."""
+def common_fields(raw: RawConfig, partial_rotary: float | None = None) -> dict[str, Any]:
+    """The fields every family of decoder shares, ready for `ModelConfig(**fields)`.
+
+    `partial_rotary`: the share of a head that turns where the file does not say; None for families
+    in which it is always all of it.
+    """
     heads = raw.integer("num_attention_heads", high=4096)
     kv_heads = raw.integer("num_key_value_heads", default=heads, high=4096)
     hidden = raw.integer("hidden_size", high=1 << 17)
@@ -201,12 +252,11 @@ def common_fields(raw: RawConfig) -> dict[str, Any]:
         "head_dim": head_dim,
         "max_position_embeddings": positions,
         "rms_eps": raw.number("rms_norm_eps", high=1.0),
-        "rotary_dim": head_dim,
         "windows": (0,) * layers,
         "tie_embeddings": raw.flag("tie_word_embeddings", False),
         "dtype": dtype,
         "bos_id": raw.get("bos_token_id"),
-        **_rope_fields(raw, positions),
+        **_rope_fields(raw, positions, head_dim, partial_rotary),
     }
 
 
@@ -234,7 +284,38 @@ def sparse_layers(raw: RawConfig, layers: int) -> tuple[int, ...]:
     return chosen
 
 
-def _rope_fields(raw: RawConfig, positions: int) -> dict[str, Any]:
+def recurrent_fields(raw: RawConfig, layers: int, fused: bool) -> RecurrentConfig | None:
+    """The gated delta layers: those that `layer_types` or `full_attention_interval` say. None for none."""
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        interval = raw.integer("full_attention_interval", default=4)
+        kinds = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(layers)]
+    known = ("full_attention", "linear_attention")
+    if not isinstance(kinds, list) or len(kinds) != layers or any(k not in known for k in kinds):
+        raw.problems.append(f"layer_types must be {layers} of {', '.join(known)}, got {kinds!r}")
+        return None
+    found = tuple(i for i, kind in enumerate(kinds) if kind == "linear_attention")
+    if len(found) == layers:
+        raw.problems.append("a model without any full_attention layer is not served")
+    if not found:
+        return None
+    key_heads = raw.integer("linear_num_key_heads", default=16, high=4096)
+    value_heads = raw.integer("linear_num_value_heads", default=32, high=4096)
+    if value_heads % key_heads:
+        raw.problems.append(
+            f"linear_num_value_heads {value_heads} is no multiple of linear_num_key_heads {key_heads}"
+        )
+    return RecurrentConfig(
+        found, key_heads, value_heads,
+        key_dim=raw.integer("linear_key_head_dim", default=128, high=1024),
+        value_dim=raw.integer("linear_value_head_dim", default=128, high=1024),
+        kernel=raw.integer("linear_conv_kernel_dim", default=4, low=2, high=64), fused=fused,
+    )  # fmt: skip
+
+
+def _rope_fields(
+    raw: RawConfig, positions: int, head_dim: int, partial_rotary: float | None
+) -> dict[str, Any]:
     """Rotary embedding: base, kind of scaling and its parameters, from either spelling."""
     given = raw.get("rope_parameters", "rope_scaling", default={})
     if not isinstance(given, dict):
@@ -242,9 +323,16 @@ def _rope_fields(raw: RawConfig, positions: int) -> dict[str, Any]:
         given = {}
     rope = RawConfig({"rope_theta": raw.get("rope_theta"), **given}, raw.source)
     kind = rope.get("rope_type", "type", default="default")
-    partial = rope.get("partial_rotary_factor", default=raw.get("partial_rotary_factor", default=1.0))
-    if partial != 1:
+    usual = 1.0 if partial_rotary is None else partial_rotary
+    partial = rope.get("partial_rotary_factor", default=raw.get("partial_rotary_factor", default=usual))
+    if partial_rotary is None and partial != 1:
         raw.problems.append(f"partial_rotary_factor {partial!r} is not served for this family, only 1")
+        partial = 1
+    rotary_dim = int(head_dim * partial) if isinstance(partial, int | float) and 0 < partial <= 1 else 0
+    if rotary_dim < 2 or rotary_dim % 2:
+        raw.problems.append(
+            f"partial_rotary_factor {partial!r} of heads of {head_dim} must give an even number from 2 on"
+        )
     base = rope.number("rope_theta", default=1e6 if raw.get("model_type") == "mixtral" else 1e4, low=1.0)
     scaling: dict[str, float] = {}
     if kind not in ROPE_KINDS:
@@ -270,7 +358,12 @@ def _rope_fields(raw: RawConfig, positions: int) -> dict[str, Any]:
             if rope.get(name) is not None:
                 scaling[name] = rope.number(name)
     raw.problems += [f"rope: {problem}" for problem in rope.problems]
-    return {"rope_base": float(base), "rope_kind": str(kind), "rope_scaling": tuple(sorted(scaling.items()))}
+    return {
+        "rotary_dim": rotary_dim,
+        "rope_base": float(base),
+        "rope_kind": str(kind),
+        "rope_scaling": tuple(sorted(scaling.items())),
+    }
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -294,6 +387,12 @@ def _token_ids(value: Any, what: str, raw: RawConfig) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
+def _text_part(data: dict[str, Any]) -> dict[str, Any]:
+    """The decoder's own fields of a model with several parts; what both levels name counts once, outside."""
+    text = data.get("text_config")
+    return {**text, **{k: v for k, v in data.items() if v is not None}} if isinstance(text, dict) else data
+
+
 def load_model_config(path: str | Path) -> ModelConfig:
     """Read `config.json` (and `generation_config.json`, whose end-of-sequence ids win) in folder `path`.
 
@@ -306,8 +405,9 @@ def load_model_config(path: str | Path) -> ModelConfig:
         raise ConfigError(
             f"{folder}: no config.json there; MODEL must be a folder with a Hugging Face checkpoint"
         )
-    raw = RawConfig(read_json(file), str(file))
+    raw = RawConfig(_text_part(read_json(file)), str(file))
     family = raw.get("model_type")
+    family = TEXT_PARTS.get(family, family) if isinstance(family, str) else family
     if family not in FAMILIES:
         named = raw.get("architectures", default=[])
         what = f"model_type {family!r}" + (f" ({', '.join(map(str, named))})" if named else "")

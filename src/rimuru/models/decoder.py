@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch.nn.functional import embedding
 
-from rimuru.kernels.types import ExpertLayout, KVView, StepMeta
-from rimuru.layers.attention import Attention, ClippedAttention
+from rimuru.kernels import operation
+from rimuru.kernels.types import ExpertLayout, KVView, RecurrentView, StepMeta
+from rimuru.layers.attention import Attention, ClippedAttention, GatedAttention
+from rimuru.layers.gated_delta import GatedDeltaNet
 from rimuru.layers.linear import DenseWeights, GatedMlp
 from rimuru.layers.moe import SparseMoe
 from rimuru.layers.norm_rope import rope_table
@@ -24,10 +26,10 @@ from rimuru.models.config import ModelConfig
 
 @dataclass(slots=True)
 class DecoderLayer:
-    """One layer; exactly one of `moe` and `mlp` is there."""
+    """One layer; exactly one of `moe` and `mlp` is there. A gated delta layer takes attention's place."""
 
     input_norm: torch.Tensor
-    attention: Attention
+    attention: Attention | GatedDeltaNet
     post_norm: torch.Tensor
     moe: SparseMoe | None
     mlp: GatedMlp | None
@@ -69,25 +71,14 @@ class Decoder:
             self.head = weights.take("lm_head.weight", config.vocab_size, hidden)
         self.parameters = weights.views
         self.nbytes = weights.nbytes + rope.numel() * rope.dtype.itemsize
-        self._linear, self._norm_op, self._eps = ops.linear, ops.rms_norm, config.rms_eps
+        self._linear, self._eps = ops.linear, config.rms_eps
+        self._norm_op = operation(ops, "zero_centred_rms_norm" if config.zero_centred_norm else "rms_norm")
         self._table: torch.Tensor | None = None
         self._rows: tuple[torch.Tensor, ...] = ()
 
     def _layer(self, i: int, weights: DenseWeights, ops: ModuleType, rope: torch.Tensor) -> DecoderLayer:
         config, name, hidden = self.config, f"layers.{i}", self.config.hidden_size
-        options: dict[str, Any] = {
-            "qkv_bias": config.qkv_bias,
-            "output_bias": config.output_bias,
-            "qk_norm": config.qk_norm,
-            "eps": config.rms_eps,
-            "window": config.windows[i],
-        }
-        shape = (f"{name}.self_attn", hidden, config.num_heads, config.num_kv_heads, config.head_dim, rope)
-        attention = (
-            Attention(weights, ops, *shape, **options)
-            if config.clip_qkv is None
-            else ClippedAttention(weights, ops, *shape, clip=config.clip_qkv, **options)
-        )
+        attention = self._attention(i, weights, ops, rope)
         moe = mlp = None
         if i in config.moe_layers:
             moe = SparseMoe(
@@ -113,18 +104,43 @@ class Decoder:
             mlp,
         )
 
+    def _attention(
+        self, i: int, weights: DenseWeights, ops: ModuleType, rope: torch.Tensor
+    ) -> Attention | GatedDeltaNet:
+        config, hidden = self.config, self.config.hidden_size
+        r = config.recurrent
+        if r is not None and i in r.layers:
+            shape = (r.key_heads, r.value_heads, r.key_dim, r.value_dim, r.kernel)
+            return GatedDeltaNet(
+                weights, ops, f"layers.{i}.linear_attn", hidden, *shape, eps=config.rms_eps, fused=r.fused
+            )
+        options: dict[str, Any] = {
+            "qkv_bias": config.qkv_bias,
+            "output_bias": config.output_bias,
+            "qk_norm": config.qk_norm,
+            "eps": config.rms_eps,
+            "window": config.windows[i],
+        }
+        heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+        arguments = (weights, ops, f"layers.{i}.self_attn", hidden, *heads, rope)
+        if config.output_gate:
+            return GatedAttention(*arguments, **options)
+        if config.clip_qkv is not None:
+            return ClippedAttention(*arguments, clip=config.clip_qkv, **options)
+        return Attention(*arguments, **options)
+
     def forward(
         self,
         tokens: torch.Tensor,
         meta: StepMeta,
-        kv: Sequence[KVView],
+        kv: Sequence[KVView | RecurrentView],
         expert_table: torch.Tensor,
         touched: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One step.
 
-        tokens int64 `[T]`; kv: one view a layer; expert_table int64 `[MoE layers, experts]`, raw
+        tokens int64 `[T]`; kv: one view a layer, of its kind; expert_table int64 `[MoE layers, experts]`, raw
         addresses; touched int32 of the same shape, incremented by the tokens routed to each expert;
         rows int64 `[S]`: the tokens whose hidden state is wanted (default all). Returns the normed
         hidden states `[T or S, hidden]`, input to `logits`.
@@ -138,7 +154,7 @@ class Decoder:
         x, residual = embedding(tokens, self.embedding), None
         for layer, view in zip(self.layers, kv, strict=True):
             x, residual = norm(x, layer.input_norm, eps, residual)
-            x = layer.attention.forward(x, meta, view)
+            x = layer.attention.forward(x, meta, view)  # type: ignore[arg-type]
             x, residual = norm(x, layer.post_norm, eps, residual)
             if layer.moe is not None:
                 x = layer.moe.forward(x, addresses[layer.moe.index], counts[layer.moe.index])

@@ -29,6 +29,8 @@ Progress = Callable[[str, float], None]  # what is under way, the share of it do
 _PREFIX = re.compile(r"^(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.)+")
 _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _EXPERT = re.compile(r"layers\.(\d+)\.mlp\.experts\.(?:(\d+)\.)?(gate|up|down|gate_up)_proj(?:\.weight)?")
+# Parts of these families' checkpoints that are not served: a vision tower, a head for several tokens.
+_OTHER_PARTS = {"qwen3_next": ("mtp.",), "qwen3_5_moe": ("mtp.", "visual.")}
 _SHOWN = 24  # names of one kind of fault that an error message spells out
 
 
@@ -47,7 +49,9 @@ def _disk_name(name: str, family: str) -> str:
         for short, long in _MIXTRAL.items():
             name = re.sub(rf"(\.experts\.\d+\.){long}", rf"\1{short}", name)
         name = name.replace(".mlp.", ".block_sparse_moe.")
-    return name if name.startswith("lm_head") else f"model.{name}"
+    if name.startswith("lm_head"):
+        return name
+    return f"model.language_model.{name}" if family == "qwen3_5_moe" else f"model.{name}"
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -112,6 +116,8 @@ class _Plan:
         name = canonical_name(tensor.name)
         if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.config.tie_embeddings):
             return  # savers of old wrote these; nothing is lost without them
+        if name.startswith(_OTHER_PARTS.get(self.config.family, ())):
+            return
         target = self.model.parameters.get(name)
         if target is not None:
             if self._fits(tensor, tuple(target.shape), {name}, self.missing_dense):
@@ -226,7 +232,8 @@ def dummy_weights(
 
     def fill(name: str, target: torch.Tensor) -> None:
         if name.endswith("norm.weight"):
-            target.fill_(1.0)
+            centred = model.config.zero_centred_norm and not name.endswith("linear_attn.norm.weight")
+            target.fill_(0.0 if centred else 1.0)
             return
         key = (target.shape[-1] ** -0.5 if target.dim() > 1 else 0.02, target.device)
         if key not in scaled:

@@ -22,6 +22,8 @@ _BUILDERS: dict[str, Callable[..., Decoder]] = {
     "qwen2_moe": Decoder,
     "qwen3_moe": Decoder,
     "olmoe": Decoder,
+    "qwen3_next": Decoder,
+    "qwen3_5_moe": Decoder,
 }
 _SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "tokenizer*"]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
