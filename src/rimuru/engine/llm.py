@@ -68,6 +68,7 @@ class LLM:
         )
         self.vocabulary = Vocabulary(self.tokenizer.backend)
         self._ids = itertools.count()
+        self._live: dict[str, tuple[_Job, int]] = {}  # of every call and stream under way
 
     # -- whole answers ---------------------------------------------------------------------
 
@@ -133,27 +134,36 @@ class LLM:
         return jobs
 
     def _run(self, jobs: list[_Job]) -> Generator[None, None, None]:
-        live: dict[str, tuple[_Job, int]] = {}
+        ids: list[str] = []
         try:
             for job in jobs:
                 for i in range(job.params.n):
                     request_id = f"{job.output.request_id}-{i}"
                     self.core.add(request_id, job.output.prompt_token_ids, job.branch(i))
-                    live[request_id] = job, i
-            while live:
-                for output in self.core.step():
-                    known = live.get(output.request_id)
-                    if known is None:
-                        continue
-                    job, i = known
-                    if job.take(i, output):
-                        del live[output.request_id]
-                        if output.finish is None:  # a stop string the core cannot see
-                            self.core.abort(output.request_id)
+                    self._live[request_id] = job, i
+                    ids.append(request_id)
+            while not all(job.output.finished for job in jobs):
+                self._step()
+                for job in jobs:
+                    if job.error is not None:
+                        raise RequestError(job.error)
                 yield
         finally:
-            for request_id in live:
-                self.core.abort(request_id)
+            for request_id in ids:
+                if self._live.pop(request_id, None) is not None:
+                    self.core.abort(request_id)
+
+    def _step(self) -> None:
+        """Step the core. What other streams' requests gained is kept for them."""
+        for output in self.core.step():
+            known = self._live.get(output.request_id)
+            if known is None:
+                continue
+            job, i = known
+            if job.take(i, output):
+                del self._live[output.request_id]
+                if output.finish is None:  # a stop string the core cannot see
+                    self.core.abort(output.request_id)
 
 
 @dataclass(slots=True)
@@ -163,6 +173,7 @@ class _Job:
     output: RequestOutput
     params: SamplingParams
     texts: list[TextStream]
+    error: str | None = None
 
     def branch(self, index: int) -> SamplingParams:
         """The parameters of the index-th continuation: the same, but with draws of its own."""
@@ -173,7 +184,8 @@ class _Job:
         """Add what a step brought to the index-th continuation; true when it is done."""
         out, text = self.output.outputs[index], self.texts[index]
         if new.error is not None:
-            raise RequestError(new.error)
+            self.error = new.error
+            return True
         out.text += text.push(new.tokens, new.finish, new.stop_reason)
         out.token_ids += new.tokens[: text.consumed]
         if new.logprobs:
