@@ -33,9 +33,10 @@ from .batch import BatchBuilder
 from .client import EngineInfo
 from .config import EngineConfig
 from .device import available_memory, choose_device, choose_dtype, host_available
+from .grammar import Grammars
 from .memory import Memory
 from .plan import MemoryPlan, make_boundary, plan_memory, sizes_of
-from .request import Request, SamplingParams, TokenOutput
+from .request import FinishReason, Request, SamplingParams, TokenOutput
 from .runner import Runner
 from .sampling_state import SamplingState
 from .scheduler import Scheduler
@@ -103,6 +104,9 @@ class EngineCore:
         logger.info("memory plan\n%s", self.plan.describe())
         torch.manual_seed(config.seed)
         self._build(path, model, report)
+        self.grammars = Grammars(
+            config.tokenizer or path, config.trust_remote_code, model.vocab_size, model.eos_ids
+        )
         self.steps = 0
         self.stalled = False  # the last step found work but could place none of it
         self._step_tokens: list[int] = []
@@ -184,34 +188,56 @@ class EngineCore:
         check_tokens(tokens, self.model_config.vocab_size)
         limit = self.plan.max_request_tokens - len(tokens)
         eos = frozenset() if params.ignore_eos else self.info.eos_ids
-        self.scheduler.add(
-            Request(
-                request_id, list(tokens), params,
-                max_tokens=params.max_tokens if params.max_tokens is not None else max(limit, 1),
-                stop_ids=eos | frozenset(params.stop_token_ids), eos_ids=eos, arrival=time.monotonic(),
-                priority=priority, cache_salt=cache_salt,
-            )
+        request = Request(
+            request_id, list(tokens), params,
+            max_tokens=params.max_tokens if params.max_tokens is not None else max(limit, 1),
+            stop_ids=eos | frozenset(params.stop_token_ids), eos_ids=eos, arrival=time.monotonic(),
+            priority=priority, cache_salt=cache_salt,
         )  # fmt: skip
+        if params.grammar is None:
+            self.scheduler.add(request)
+        else:
+            self.scheduler.check_admissible(request)
+            self.grammars.begin(request)
 
     def abort(self, request_id: str) -> None:
         """End a request; unknown ids are ignored. Its pages are free when this returns."""
+        self.grammars.forget(request_id)
         self.scheduler.abort(request_id)
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self.grammars.waiting)
+
+    def _admit_compiled(self, now: float) -> list[TokenOutput]:
+        """Queue the requests whose grammars are ready; the outputs of those whose are wrong."""
+        refused = []
+        for request, error in self.grammars.ready(now):
+            try:
+                if error is not None:
+                    raise error
+                self.scheduler.add(request)
+            except RequestError as wrong:
+                refused.append(
+                    TokenOutput(
+                        request.request_id, [], finish=FinishReason.ERROR, error=str(wrong),
+                        error_param=wrong.param or "grammar",
+                    )
+                )  # fmt: skip
+        return refused
 
     # -- the loop --------------------------------------------------------------------------
 
     def step(self) -> list[TokenOutput]:
         """Schedule, compute, update, and let the boundary move. Returns what requests gained."""
         began = time.monotonic()
+        refused = self._admit_compiled(began) if self.grammars.waiting else []
         plan = self.scheduler.schedule(began)
         self.memory.poison_freed()
         self.stalled = not plan.requests
         if not plan.requests:
             self.memory.rest(self.scheduler, began)
-            return plan.failed
+            return refused + plan.failed
         self._flush_tables()
         result = self.runner.run(plan)
         now = time.monotonic()
@@ -221,7 +247,7 @@ class EngineCore:
         self._step_tokens.append(plan.num_tokens)
         if self.config.debug_pool:
             self.check()
-        return outputs
+        return refused + outputs
 
     def _flush_tables(self) -> None:
         """Apply what was staged since the last step, on the stream the step will run on."""

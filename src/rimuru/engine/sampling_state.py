@@ -53,6 +53,7 @@ class SamplingState:
             or p.logit_bias
             or p.allowed_token_ids is not None
             or p.min_tokens
+            or p.grammar is not None
         )
 
     def batch(self, requests: list[Request]) -> SamplingBatch:
@@ -97,12 +98,15 @@ class SamplingState:
                 torch.tensor(x, dtype=t, device=self.device)
                 for x, t in ((rows, torch.int64), (ids, torch.int64), (values, torch.float32))
             )  # type: ignore[assignment]
-        if any(r.params.allowed_token_ids is not None for r in requests):
+        if any(r.params.allowed_token_ids is not None or r.constraint is not None for r in requests):
             mask = torch.ones(len(requests), self.vocab_size, dtype=torch.bool)
             for row, r in enumerate(requests):
                 if r.params.allowed_token_ids is not None:
                     mask[row] = False
                     mask[row, r.params.allowed_token_ids] = True
+                elif r.constraint is not None:
+                    r.constraint.advance(r.tokens, r.num_prompt)
+                    r.constraint.fill(mask[row].numpy())
             out.allowed_mask = mask.to(self.device)
         if any(r.slot in self._counts for r in requests):
             out.penalties = self._penalties(requests)

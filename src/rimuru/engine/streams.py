@@ -78,6 +78,8 @@ class StreamingClient(ABC):
                     done = True
                     raise item
                 done = item.finish is not None
+                if item.error_param is not None:
+                    raise RequestError(item.error or "the request is wrong", item.error_param)
                 yield item
         finally:
             del self._streams[request_id]

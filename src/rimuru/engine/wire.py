@@ -81,6 +81,7 @@ class Output(msgspec.Struct, array_like=True, gc=False):
     stop_reason: int | str | None
     num_cached: int
     error: str | None
+    error_param: str | None
 
 
 class Outputs(Message):
@@ -134,7 +135,7 @@ def pack_outputs(outputs: list[TokenOutput]) -> bytes:
             [
                 Output(
                     o.request_id, o.tokens, o.logprobs, o.prompt_logprobs, o.finish, o.stop_reason,
-                    o.num_cached, o.error,
+                    o.num_cached, o.error, o.error_param,
                 )
                 for o in outputs
             ]
@@ -147,7 +148,7 @@ def unpack_outputs(message: Outputs) -> list[TokenOutput]:
     return [
         TokenOutput(
             o.request_id, o.tokens, o.logprobs, o.prompt_logprobs, o.finish, o.stop_reason, o.num_cached,
-            o.error,
+            o.error, o.error_param,
         )
         for o in message.outputs
     ]  # fmt: skip
