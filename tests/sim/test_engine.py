@@ -152,3 +152,43 @@ def test_uncapped_it_is_as_fast_as_vllm_was_measured(shared_file):
     assert got["preemptions"] == 0
     assert got["tpot_mean_s"] == pytest.approx(9.06e-3, rel=0.05)
     assert got["steps"] == pytest.approx(2919, rel=0.05)
+
+
+def eight_prompts(shared_file, seconds: float, gather: bool = True) -> Simulation:
+    """Qwen3-30B at 40 GB on an H200: 8 requests decode, 8 prompts of 500 tokens come within `seconds`."""
+    model = load_model_config(shared_file("data/models/Qwen3-30B-A3B"))
+    config = EngineConfig(
+        model="qwen3", device_memory=40_000_000_000, memory_policy="static", resident_experts=3400,
+        max_num_batched_tokens=8192,
+    )  # fmt: skip
+    file = str(shared_file("data/routing/routing_model.json"))
+    routing = load_routing(file, 48, 128, 8, "Qwen3-30B-A3B")
+    hardware = Hardware(gpu("h200"), reserve_bytes=1_000_000_000)
+    sim = Simulation(model, config, hardware, routing, gather=gather)
+    sim.run(
+        [Arrival(0.0, 20, 200, i) for i in range(8)]
+        + [Arrival(8.0 + i / 8 * seconds, 500, 20, 10 + i) for i in range(8)]
+    )
+    return sim
+
+
+def passes(sim: Simulation) -> tuple[int, float]:
+    """Steps with prompt tokens after the first, and the longest step of those that begin after 7 s."""
+    s = sim.series
+    late = [i for i, at in enumerate(s.clock) if at > 7]
+    return sum(s.tokens[i] > 16 for i in late), max(s.seconds[i] for i in late)
+
+
+def test_eight_prompts_beside_eight_decoders_take_two_streaming_passes(shared_file):
+    sim = eight_prompts(shared_file, 0.5)
+    count, worst = passes(sim)
+    one_pass = (6144 - 3400) * sim.expert_bytes / sim.cost.card.link_bytes_s
+    assert count <= 2
+    # A decoder gets a token in every step, so its worst gap is the longest step.
+    assert worst <= 1.2 * one_pass
+
+
+def test_prompts_that_come_a_while_apart_are_gathered_into_fewer_passes(shared_file):
+    gathered = passes(eight_prompts(shared_file, 4.0))[0]
+    at_once = passes(eight_prompts(shared_file, 4.0, gather=False))[0]
+    assert gathered <= at_once - 2

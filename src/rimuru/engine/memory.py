@@ -73,7 +73,7 @@ class Memory:
         self.cost: CostModel | None = None  # the machine's rates, where they are known
         self._on_freed = on_freed
         self._seed = new_seed()
-        self._touched = self._missed = self._step_seconds = 0.0
+        self._touched = self._missed = self.step_seconds = 0.0
         self._steps = self._decodes = 0
         self._considered = 0
         self._cold: Sequence[float] = ()
@@ -82,6 +82,12 @@ class Memory:
     def know(self, cost: CostModel) -> None:
         """Tell the policies the machine's rates; again whenever a fit of them has moved."""
         self.cost = cost
+
+    @property
+    def missing_share(self) -> float:
+        """Share of the experts that is not resident."""
+        total = self.plan.experts_total
+        return 1 - int(np.count_nonzero(self.experts.resident)) / total if total else 0.0
 
     # -- what the scheduler asks for -------------------------------------------------------
 
@@ -161,7 +167,7 @@ class Memory:
             weight = max(0.1, 1 / self._decodes)
             self._touched += (pairs - self._touched) * weight
             self._missed += (missed - self._missed) * weight
-            self._step_seconds += (seconds - self._step_seconds) * weight
+            self.step_seconds += (seconds - self.step_seconds) * weight
         if not self.plan.experts_lendable:
             return
         whole = self.target >= self.plan.experts_total and resident.all()
@@ -221,7 +227,7 @@ class Memory:
             running=len(scheduler.running), waiting=len(scheduler.waiting),
             oldest_wait=0.0 if oldest is None else now - oldest, can_finish=bool(scheduler.running),
             max_running=scheduler.max_num_seqs, touched=self._touched, missed=self._missed,
-            cold_touches=self._cold_touches(), step_seconds=self._step_seconds,
+            cold_touches=self._cold_touches(), step_seconds=self.step_seconds,
             request_kv_pages=used * per_block / len(scheduler.running) if scheduler.running else 0.0,
             request_output_tokens=scheduler.mean_output, **known,
         )  # fmt: skip

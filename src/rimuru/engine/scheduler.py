@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from rimuru.errors import RequestError
 
+from .budget import PromptBudget
 from .memory import Memory
 from .request import FinishReason, Phase, Request, TokenLogprobs, TokenOutput
 from .stats import RequestSample
@@ -69,10 +70,14 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         slack_blocks: int = 1,
+        budget: PromptBudget | None = None,
     ):
-        """`slack_blocks`: blocks an admission leaves free for each running request's next growth."""
+        """`slack_blocks`: blocks an admission leaves free for each running request's next growth.
+        `budget` gathers prompts by predicted time, once `memory` knows the machine's rates.
+        """
         self.memory = memory
         self.slack_blocks = slack_blocks
+        self.budget = budget
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.block_tokens = memory.block_tokens
@@ -90,6 +95,7 @@ class Scheduler:
         self.admissible = True  # False keeps new requests waiting (draining)
         self._number = 0
         self._preempted_now = 0
+        self._prompts_left = max_num_batched_tokens  # prompt tokens that this step may still take
         self.max_num_seqs = max_num_seqs
         self.mean_prompt = self.mean_output = 0.0  # tokens of the requests that finished lately
         self._finished_count = 0
@@ -195,12 +201,36 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan:
         """Choose the next step's tokens and give them pages. Running requests come first."""
         plan = StepPlan()
+        self._prompts_left = self._prompt_tokens(now)
         self.growing = True
         self._schedule_running(plan, now)
         self.growing = False
         if self.waiting and not self._preempted_now:
             self._schedule_waiting(plan, now)
         return plan
+
+    def _prompt_tokens(self, now: float) -> int:
+        """Prompt tokens this step may compute, see `PromptBudget`."""
+        limit, cost = self.max_num_batched_tokens, self.memory.cost
+        if self.budget is None or cost is None:
+            return limit
+        prompts, oldest, decoding = 0, now, 0
+        for request in self.running:
+            left = len(request.tokens) - request.num_computed
+            if left > 1:
+                prompts += left
+                oldest = min(oldest, request.arrival)
+            else:
+                decoding += 1
+        for _, arrival, _, request in self.waiting[: self.max_num_seqs]:
+            if prompts >= limit:
+                break
+            prompts += len(request.tokens)
+            oldest = min(oldest, arrival)
+        return self.budget.tokens(
+            limit, now=now, prompts=prompts, oldest=oldest, decoding=decoding,
+            missing=self.memory.missing_share, step_seconds=self.memory.step_seconds, cost=cost,
+        )  # fmt: skip
 
     def _schedule_running(self, plan: StepPlan, now: float) -> None:
         self._preempted_now = 0
@@ -212,6 +242,11 @@ class Scheduler:
         grow: list[tuple[Request, int]] = []
         for request in self.running:
             count = len(request.tokens) - request.num_computed
+            if count > 1:
+                count = min(count, self._prompts_left)
+                if not count:
+                    continue
+                self._prompts_left -= count
             if count > left:
                 count = left
                 if not count:
@@ -277,7 +312,7 @@ class Scheduler:
 
     def _schedule_waiting(self, plan: StepPlan, now: float) -> None:
         memory, size = self.memory, self.block_tokens
-        left = self.max_num_batched_tokens - plan.num_tokens
+        left = min(self.max_num_batched_tokens - plan.num_tokens, self._prompts_left)
         while self.waiting and left > 0 and self.free_slots and self.admissible:
             request = self.waiting[0][3]
             hit = 0
@@ -285,7 +320,7 @@ class Scheduler:
                 memory.extend_keys(request)
                 if request.params.prompt_logprobs is None or request.first_token_at is not None:
                     # The last known token is always computed: its logits choose the next one.
-                    hit = min(memory.match(request.block_keys), (len(request.tokens) - 1) // size)
+                    hit = memory.match(request.block_keys[: (len(request.tokens) - 1) // size])
             # The whole known sequence gets its pages now, so that no two admissions count the same
             # free page and a resumed request never stalls half-way; the slack for each running request
             # keeps the next growth from evicting what was just admitted.
@@ -316,6 +351,8 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenOutput]:
         """Append what the step chose, publish full blocks, end what is done."""
         memory, size = self.memory, self.block_tokens
+        if self.budget is not None and plan.num_tokens > len(plan.requests):
+            self.budget.passed_at = now
         outputs: list[TokenOutput] = list(plan.failed)
         for index, request in enumerate(plan.requests):
             if request.phase != Phase.RUNNING:  # aborted or preempted while the step ran

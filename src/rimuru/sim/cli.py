@@ -51,7 +51,10 @@ def run_policies(args: argparse.Namespace) -> int:
     sims: dict[str, Simulation] = {}
     results: dict[str, dict[str, Any]] = {}
     for policy in policies:
-        sim = Simulation(model, engine_config(args, policy), hardware, routing)
+        sim = Simulation(
+            model, engine_config(args, policy), hardware, routing,
+            ttft_slo_ms=args.ttft_slo, itl_slo_ms=args.itl_slo,
+        )  # fmt: skip
         sim.run(arrivals)
         sims[policy] = sim
         results[policy] = summary(sim, ttft_slo_ms=args.ttft_slo, itl_slo_ms=args.itl_slo)

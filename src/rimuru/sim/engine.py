@@ -7,11 +7,12 @@ the hardware would do: which experts a step touches (`routing`), and how long it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from rimuru.cache.kv import KVCache
+from rimuru.engine.budget import PromptBudget
 from rimuru.engine.config import EngineConfig
 from rimuru.engine.memory import Memory
 from rimuru.engine.plan import MemoryPlan, make_boundary, plan_memory, sizes_of
@@ -85,7 +86,11 @@ class Simulation:
         routing: Routing,
         *,
         slack_blocks: int = 1,
+        gather: bool = True,
+        ttft_slo_ms: float | None = None,
+        itl_slo_ms: float | None = None,
     ):
+        """`slack_blocks`, and without `gather` no predicted step budget: see `Scheduler`."""
         config.check()
         itemsize = DTYPE_BYTES[model.dtype if config.dtype == "auto" else config.dtype]
         self.model, self.config, self.hardware, self.routing = model, config, hardware, routing
@@ -113,10 +118,11 @@ class Simulation:
             cache, self.experts, ResidencyPolicy(layers, model.num_experts), make_boundary(config), plan
         )
         self.memory.know(self.cost)
+        budget = PromptBudget(_s(ttft_slo_ms), _s(itl_slo_ms)) if gather else None
         self.scheduler = Scheduler(
             self.memory, max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens, max_model_len=plan.max_model_len,
-            slack_blocks=slack_blocks,
+            slack_blocks=slack_blocks, budget=budget,
         )  # fmt: skip
         self.now = 0.0
         self.series = Series()
@@ -237,6 +243,5 @@ class Simulation:
         self.scheduler.check()
 
 
-def with_link(card: GPU, bytes_s: float) -> GPU:
-    """The card behind another link."""
-    return replace(card, link_bytes_s=bytes_s)
+def _s(ms: float | None) -> float | None:
+    return None if ms is None else ms / 1e3
