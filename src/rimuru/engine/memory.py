@@ -262,6 +262,8 @@ class Memory:
         resident = int(np.count_nonzero(experts.resident))
         room = self.target - resident
         budget = self.plan.experts_total if self.boundary.name == "swing" else PROMOTIONS_PER_STEP
+        if room > 0:
+            self._whole_pages(min(room, budget))
         swaps = self.residency.promotions(
             experts.resident, budget, free=max(0, min(room, budget)), lendable=experts.lendable
         )
@@ -273,6 +275,16 @@ class Memory:
         came = experts.promote([s.promote for s in swaps])
         self.demotions += len(leaving)
         self.promotions += len(came)
+
+    def _whole_pages(self, experts: int) -> None:
+        """Have that many expert pages free, from pages reserved ahead and from cached prefixes."""
+        cache, cls = self.cache, self.plan.expert_class
+        if cache.allocator.obtainable(cls) >= experts:
+            return
+        cache.take_back_reserved()
+        lacking = experts - cache.allocator.obtainable(cls)
+        if lacking > 0:
+            cache.evict_parents(lacking)
 
     def poison_freed(self) -> None:
         """Report the pages given back since the last call; call it before pages are filled."""

@@ -251,12 +251,13 @@ class Reactive:
 
     def decide(self, snapshot: Snapshot) -> BoundaryPlan:
         s = snapshot
-        if s.shortfall > 0 or s.waiting:
+        # A cache full of prefixes leaves no page free, and growth that takes theirs disturbs nobody.
+        if s.shortfall > s.kv_evictable or s.waiting:
             self._quiet_since = None
             return self._lend(s) if s.shortfall > 0 else _hold(s, s.expert_resident)
         if self._quiet_since is None:
             self._quiet_since = s.now
-        return self._give_back(s)
+        return self._lend(s) if s.shortfall > 0 else self._give_back(s)
 
     def _lend(self, s: Snapshot) -> BoundaryPlan:
         hidden = hidden_experts(s)

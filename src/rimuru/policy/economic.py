@@ -164,13 +164,13 @@ class Economic(Reactive):
         }
         if outlook is not None:
             numbers |= {"goodput_now": outlook.at(s.lent), "goodput_best": outlook.at(best)}
-        if s.shortfall > 0 or s.waiting:
+        if s.shortfall > s.kv_evictable or s.waiting:
             self._quiet_since = None
         elif self._quiet_since is None:
             self._quiet_since = s.now
         losing = outlook is not None and blocked < self.max_wait and self._loses(s, outlook, best)
         if losing:
-            spare = (s.kv_obtainable - s.kv_wanted_running) // s.kv_per_expert
+            spare = (s.kv_obtainable + s.kv_evictable - s.kv_wanted_running) // s.kv_per_expert
             back = min(s.lent - best, self.reclaim_limit, spare)
             if back > 0:
                 return BoundaryPlan(
