@@ -44,15 +44,16 @@ def run_policies(args: argparse.Namespace) -> int:
     policies: Sequence[str] = args.memory_policy.split(",")
     if args.resident_experts is not None and "static" not in policies:
         raise ConfigError("--resident-experts goes with --memory-policy static")
+    configs = {policy: engine_config(args, policy) for policy in policies}
     hardware, model, arrivals = machine(args), model_of(args.model), workload(args)
     routing = load_routing(
         args.routing, len(model.moe_layers), model.num_experts, model.top_k, args.model, args.seed
     )
     sims: dict[str, Simulation] = {}
     results: dict[str, dict[str, Any]] = {}
-    for policy in policies:
+    for policy, config in configs.items():
         sim = Simulation(
-            model, engine_config(args, policy), hardware, routing,
+            model, config, hardware, routing,
             ttft_slo_ms=args.ttft_slo, itl_slo_ms=args.itl_slo,
         )  # fmt: skip
         sim.run(arrivals)

@@ -15,11 +15,12 @@ from rimuru.cache.kv import KVCache
 from rimuru.engine.budget import PromptBudget
 from rimuru.engine.config import EngineConfig
 from rimuru.engine.memory import Memory
-from rimuru.engine.plan import MemoryPlan, make_boundary, plan_memory, sizes_of
+from rimuru.engine.plan import MemoryPlan, plan_memory, sizes_of
 from rimuru.engine.request import Phase, Request, SamplingParams
 from rimuru.engine.scheduler import Scheduler, StepPlan, StepResult
 from rimuru.errors import RequestError
 from rimuru.models.config import DTYPE_BYTES, ModelConfig
+from rimuru.policy.boundary import make_policy
 from rimuru.policy.cost import GPU, CostModel, Factors, ModelCost, Step
 from rimuru.policy.residency import ResidencyPolicy
 from rimuru.pool import Allocator
@@ -114,9 +115,12 @@ class Simulation:
             allocator, [g.page_class for g in geometry.groups], config.block_size, config.max_num_seqs,
             -(-plan.max_model_len // config.block_size), None, config.enable_prefix_caching,
         )  # fmt: skip
-        self.memory = Memory(
-            cache, self.experts, ResidencyPolicy(layers, model.num_experts), make_boundary(config), plan
-        )
+        boundary = make_policy(
+            config.memory_policy, resident_experts=config.resident_experts,
+            max_boundary_wait=config.max_boundary_wait, ttft_slo_ms=ttft_slo_ms, itl_slo_ms=itl_slo_ms,
+        )  # fmt: skip
+        residency = ResidencyPolicy(layers, model.num_experts)
+        self.memory = Memory(cache, self.experts, residency, boundary, plan)
         self.memory.know(self.cost)
         budget = PromptBudget(_s(ttft_slo_ms), _s(itl_slo_ms)) if gather else None
         self.scheduler = Scheduler(
