@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -122,6 +124,38 @@ def test_health_and_metrics_speak_of_the_engine(served: Served) -> None:
     pool = re.search(r"^rimuru_pool_size_bytes (\S+)$", text, re.MULTILINE)
     assert pool
     assert sum(sizes) == float(pool[1])
+
+
+def test_constrained_output_parses_and_a_bad_grammar_is_a_400_that_stalls_nobody(served: Served) -> None:
+    pytest.importorskip("xgrammar", reason="xgrammar is not installed")
+    create = served.openai().chat.completions.create
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 150,
+    }
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9, "minimum": 0}},
+              "required": ["n"], "additionalProperties": False}  # fmt: skip
+    format_ = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
+    for seed in range(3):
+        said = create(**asked, seed=seed, response_format=format_).choices[0].message.content
+        assert json.loads(said)["n"] in range(10)
+    pieces = create(**asked, stream=True, extra_body={"structured_outputs": {"choice": ["ja", "nein"]}})
+    assert "".join(p.choices[0].delta.content or "" for p in pieces) in ("ja", "nein")
+
+    tool = {"type": "function", "function": {"name": "add", "parameters": schema}}
+    named = {"type": "function", "function": {"name": "add"}}
+    for choice in ("required", named):
+        answer = create(**asked, tools=[tool], tool_choice=choice, parallel_tool_calls=False).choices[0]
+        (call,) = answer.message.tool_calls
+        assert (call.function.name, answer.finish_reason) == ("add", "tool_calls")
+        assert json.loads(call.function.arguments)["n"] in range(10)
+
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError, match="Unclosed") as caught:
+            create(**asked, stream=stream, extra_body={"guided_regex": "[a-"})
+        assert caught.value.param == "guided_regex"
+    assert httpx.get(f"{served.url}/health").status_code == 200
 
 
 def test_the_terminal_chat_prints_the_answer_and_keeps_the_conversation(

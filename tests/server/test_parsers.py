@@ -114,14 +114,6 @@ def test_without_tools_in_the_request_their_syntax_is_content(live) -> None:
     assert message.tool_calls is None
 
 
-def test_a_choice_of_tool_that_cannot_be_forced_is_refused(live) -> None:
-    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
-        body = {"messages": HI, "tools": [WEATHER], "tool_choice": choice}
-        answer = live.post("/v1/chat/completions", body)
-        assert answer.status_code == 400
-        assert answer.json()["error"]["param"] == "tool_choice"
-
-
 def test_a_prompt_that_opens_the_reasoning_starts_inside_it(serve, tokenizer) -> None:
     said = tokenizer.encode("hm</think>yes")
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}<think>\n"

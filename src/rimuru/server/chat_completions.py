@@ -6,6 +6,7 @@ last and annotated chunks are built as dicts.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -19,6 +20,7 @@ from .frontend import Delta, Frontend, Job
 from .logprobs import chat_logprobs, prompt_table
 from .parsers import REASONING_STYLES, THINK, TOOL_STYLES, MessageParser, Said, ToolStyle
 from .protocol import ChatBody
+from .structured import forced_calls
 
 
 def dumps(value: Any) -> str:
@@ -31,6 +33,12 @@ async def start_chat(frontend: Frontend, body: ChatBody, request_id: str | None)
     body.refuse_unserved()
     params = body.params(frontend.settings.default_sampling)
     params.check(frontend.info.vocab_size)
+    forced = forced_calls(body)
+    if forced is not None:
+        if params.grammar is not None:
+            raise RequestError("tool_choice and another form of output exclude each other", "tool_choice")
+        params.grammar = forced[0]
+        params.check(frontend.info.vocab_size)
     style = _tool_style(frontend, body)
     if style is not None and style.special:
         params.skip_special_tokens = False
@@ -47,6 +55,10 @@ async def start_chat(frontend: Frontend, body: ChatBody, request_id: str | None)
         template_kwargs=kwargs,
     )
     tokens = frontend.prompts.check(tokens, params.max_tokens, body.truncate_prompt_tokens, "messages")
+    if params.grammar is not None and _reasons(frontend, tokens)[0]:
+        # The reasoning before the answer is free.
+        ids = frontend.prompts.backend.encode(THINK[1], add_special_tokens=False).ids
+        params.grammar = dataclasses.replace(params.grammar, after=tuple(ids))
     return Job(
         frontend,
         "chatcmpl",
@@ -61,6 +73,9 @@ async def start_chat(frontend: Frontend, body: ChatBody, request_id: str | None)
 
 def _tool_style(frontend: Frontend, body: ChatBody) -> ToolStyle | None:
     """How to read tool calls in the answer; None where no tools are offered."""
+    forced = forced_calls(body)
+    if forced is not None:
+        return forced[1]
     if not body.offered_tools:
         return None
     name = frontend.settings.tool_parser
@@ -80,13 +95,21 @@ def _parser_maker(job: Job, body: ChatBody) -> Callable[[], MessageParser] | Non
     reasoning = settings.reasoning_parser is not None
     if style is None and not reasoning:
         return None
-    thinking = False
-    if settings.reasoning_parser is not None:
-        # Templates open or close the reasoning themselves; the end of the prompt tells.
-        tail = job.frontend.vocabulary.decode(job.prompts[0][-16:], skip_special_tokens=False).rstrip()
-        opened, closed = (tail.endswith(tag) for tag in THINK)
-        thinking = opened or (REASONING_STYLES[settings.reasoning_parser] and not closed)
+    thinking = _reasons(job.frontend, job.prompts[0])[1]
     return lambda: MessageParser(reasoning, thinking, style, body.parallel_tool_calls is not False)
+
+
+def _reasons(frontend: Frontend, prompt: list[int]) -> tuple[bool, bool]:
+    """Whether the answer begins with reasoning, and whether already inside of it.
+
+    Templates open or close the reasoning themselves; the end of the prompt tells.
+    """
+    style = frontend.settings.reasoning_parser
+    if style is None:
+        return False, False
+    tail = frontend.vocabulary.decode(prompt[-16:], skip_special_tokens=False).rstrip()
+    opened, closed = (tail.endswith(tag) for tag in THINK)
+    return not closed, opened or (REASONING_STYLES[style] and not closed)
 
 
 async def answer_chat(job: Job, body: ChatBody) -> dict[str, Any]:

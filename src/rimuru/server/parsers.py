@@ -72,7 +72,7 @@ def overlap(text: str, tag: str) -> int:
 
 
 class ToolStyle(NamedTuple):
-    """How a family of models writes tool calls."""
+    """How a family of models writes tool calls. Without `opening` the whole answer is calls."""
 
     opening: str
     closing: str | None
@@ -128,7 +128,7 @@ class MessageParser:
     def __init__(self, reasoning: bool, thinking: bool, tools: ToolStyle | None, parallel: bool = True):
         self._think = TagSplitter(*THINK, inside=thinking) if reasoning else None
         self._tools = tools
-        self._tags = TagSplitter(tools.opening, tools.closing) if tools else None
+        self._tags = TagSplitter(tools.opening, tools.closing, inside=not tools.opening) if tools else None
         self._parallel = parallel
         self._inner = ""  # of a tool call that has not ended
         self._blank = True  # nothing but white space since the start or since the reasoning
@@ -164,7 +164,8 @@ class MessageParser:
         assert self._tools is not None
         inner, self._inner = self._inner, ""
         # Where the calls run to the end of the text, each further one brings its own tag.
-        texts = [inner] if self._tools.closing else inner.split(self._tools.opening)
+        one = self._tools.closing or not self._tools.opening
+        texts = [inner] if one else inner.split(self._tools.opening)
         for text in texts:
             calls = self._tools.read(text)
             if calls is None:

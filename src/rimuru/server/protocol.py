@@ -18,6 +18,7 @@ from rimuru.engine.request import MAX_LOGPROBS, SamplingParams
 from rimuru.errors import RequestError
 
 from .errors import ApiError
+from .structured import grammar_of
 
 log = logging.getLogger("rimuru.server")
 
@@ -79,27 +80,20 @@ class GenerationBody(Body):
     request_id: str | None = Field(default=None, min_length=1, max_length=128)
     return_token_ids: bool | None = False
 
-    # Named so that they are refused instead of passed over.
     structured_outputs: dict[str, Any] | None = None
     guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     response_format: dict[str, Any] | None = None
+
+    # Named so that they are refused instead of passed over.
     use_beam_search: bool | None = False
     best_of: int | None = None
     logits_processors: Any = None
 
     def refuse_unserved(self) -> None:
         """Raise for fields that cannot have their effect here."""
-        for name in ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"):
-            if getattr(self, name) is not None:
-                raise RequestError(f"{name} is not supported: constrained output is not served yet", name)
-        kind = (self.response_format or {"type": "text"}).get("type")
-        if kind != "text":
-            raise RequestError(
-                f"response_format of type {kind!r} is not supported yet; only 'text' is", "response_format"
-            )
         if self.use_beam_search:
             raise RequestError(
                 "use_beam_search is not supported; use n with a temperature", "use_beam_search"
@@ -145,6 +139,7 @@ class GenerationBody(Body):
             prompt_logprobs=self.prompt_logprobs,
             logit_bias=self._biases(),
             allowed_token_ids=self.allowed_token_ids,
+            grammar=grammar_of(self),
             **{**defaults, **chosen},
         )
 
@@ -178,12 +173,6 @@ class ChatBody(GenerationBody):
         super().refuse_unserved()
         if self.echo:
             raise RequestError("echo belongs to /v1/completions", "echo")
-        if self.tool_choice not in (None, "none", "auto"):
-            raise RequestError(
-                "tool_choice can be 'auto' or 'none'; forcing a call needs constrained output, which is not "
-                "served yet",
-                "tool_choice",
-            )
         if self.functions is not None:
             raise RequestError("functions is not supported; it was replaced by tools", "functions")
         if self.audio is not None or any(mode != "text" for mode in self.modalities or ()):

@@ -18,7 +18,7 @@ _OFFLOAD = (
 )
 _KV_TRANSFER = "KV cache is not moved between servers; leave it out"
 _COMPILE = "there is nothing to compile; --enforce-eager switches CUDA graphs off"
-_GRAMMAR = "constrained output is not served yet; leave it out"
+_GRAMMAR = "xgrammar constrains output, and nothing about it needs to be set; leave it out"
 _TRACE = "traces are not exported; /metrics has the measurements"
 _KERNELS = "kernels are chosen by device; leave it out"
 _WORKERS = "workers are started by rimuru itself; leave it out"
