@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
-from support.cores import greedy
+from support.cores import cap_for, greedy
 from support.tiny import oracle, tiny_checkpoint, tiny_prompts
 
 from rimuru.engine.llm import LLM
-from rimuru.engine.request import SamplingParams
+from rimuru.engine.request import FinishReason, SamplingParams
 from rimuru.errors import RequestError
 
 PROMPT = tiny_prompts((20,))[0]
@@ -67,3 +69,35 @@ def test_a_stream_closed_early_leaves_the_others_alone(llm):
     assert [b.outputs[0].token_ids] == oracle(tiny_checkpoint("mixtral"), prompts, 12)[0][1:]
     assert not llm.core.has_work
     assert sum(llm.core.memory.held) == 0
+
+
+class Clock:
+    """Runs faster than the wall's, so that what waits a quarter of a second happens within a few steps."""
+
+    def __init__(self, speed: float):
+        self.speed = speed
+
+    def monotonic(self) -> float:
+        return time.monotonic() * self.speed
+
+
+# 20 tokens a block: the KV pages of this model are cut from huge pages that hold four experts each, so an
+# expert that leaves alone makes room for no block.
+SCATTERED = {"block_size": 20, "max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 240}
+
+
+@pytest.mark.parametrize("policy", ["reactive", "economic"])
+def test_a_lone_request_grows_though_each_expert_that_leaves_shares_its_huge_page(bench, monkeypatch, policy):
+    family = "qwen3_moe"
+    monkeypatch.setattr("rimuru.engine.core.time", Clock(100))
+    b = bench(family, memory_policy=policy, device_memory=cap_for(family, 0.9, 160, **SCATTERED), **SCATTERED)
+    assert b.plan.units.experts_per_huge > 1
+    assert b.plan.units.per_block * b.plan.units.page_bytes < b.plan.geometry.huge_bytes
+    prompts = tiny_prompts((30, 100))
+    for _ in range(3):
+        b.add("both", prompts[1], greedy(2))  # lends, then finishes, so that experts come back where they can
+        b.add("lone", prompts[0], greedy(180))
+        b.run()
+        assert b.finish("lone") == FinishReason.LENGTH, b.outputs["lone"][-1].error
+        assert b.tokens("lone") == oracle(tiny_checkpoint(family), prompts, 180)[0][0]
+        b.outputs.clear()

@@ -143,8 +143,20 @@ class Memory:
         """Have `blocks` blocks free or evictable, asking the boundary for more where they are not."""
         if blocks <= self.cache.free_blocks():
             return True
-        self._consider(scheduler, now, wanted=blocks)
+        self._ask(blocks, scheduler, now)
         return blocks <= self.room()
+
+    def _ask(self, blocks: int, scheduler: Scheduler, now: float) -> None:
+        """Consult the boundary until `blocks` blocks can be had or it gives no more.
+
+        An expert that left is no room yet where its page was cut from a huge page that others share.
+        """
+        while True:
+            room, resident = self.room(), np.count_nonzero(self.experts.resident)
+            self._consider(scheduler, now, wanted=blocks)
+            given = self.room() > room or np.count_nonzero(self.experts.resident) < resident
+            if blocks <= self.room() or not given:
+                return
 
     # -- after each step -------------------------------------------------------------------
 
