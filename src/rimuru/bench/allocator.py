@@ -1,16 +1,26 @@
 """What the page pool costs: nanoseconds a 16-token block, and microseconds a boundary move.
 
 Room: the benchmarks. Rule: the same work and units as the published comparison of block pools
-(256 requests of 128 blocks, freed in shuffled order, best of several runs, collector off), on real
-plans: the pages of a block lie in the parents that the model's experts dictate.
+(256 requests of 128 blocks in a pool of 65,536, freed in shuffled order, best of several runs,
+collector off), through the calls and with the types that the engine uses, on plans of real models.
 
     rimuru bench allocator [--json] [--repeat N]
 
 A block counts once, however many layer groups share it out. `bulk` is `KVCache.grow` of a whole
-request and its `release`, `growth` one block at a time through `KVCache.grow_many` and the release,
-both with caching off; `prefix_steady` the life of a request in a full pool, hashing its keys, evicting
-others' blocks and publishing its own; `boundary_move` cuts 1,000 expert pages into KV pages and merges
-them back. The clock is this thread's CPU time, so that a busy machine disturbs less.
+request and its `release`; `growth` is `grow` by one block for every request in turn, and the release;
+both with caching off. `prefix_steady` is the life of a request in a pool full of cached prefixes:
+hashing its token list, looking up and admitting, evicting others' blocks, publishing its own, release.
+`boundary_move` cuts 1,000 expert pages into KV pages and merges them back.
+
+Plans, in bf16; the pages of a block lie in the parents that the model's experts dictate:
+
+    (none)   Qwen3-30B-A3B, 1 group of 48 layers: 6 pages of 1,536 KiB a parent, the headline
+    _wide    the attention of Qwen3.5-35B-A3B, 1 group of 10 layers: 19 pages of 320 KiB a parent
+    _2g      Qwen1.5-MoE-A2.7B, 2 groups of 12 layers: 11 pages of 1,536 KiB a parent
+    _8g      the same with packed experts, 8 groups of 3 layers: 33 pages of 384 KiB a parent
+
+Rows are 2,560 blocks long, as for a context of 40,960 tokens. The clock is this thread's CPU time,
+so that a busy machine disturbs less; it still slows caches down, so compare ratios of one run.
 """
 
 from __future__ import annotations
@@ -21,7 +31,6 @@ import json
 import platform
 import random
 import time
-from array import array
 from collections.abc import Callable, Sequence
 
 from rimuru.cache import KVCache, extend_keys
@@ -30,40 +39,40 @@ from rimuru.pool import Allocator, AttentionKind, Geometry, Kind, PoolSpec, plan
 BLOCK = 16
 REQUESTS = 256
 PER_REQUEST = 128
-ROW = 1024  # blocks a request could grow to, as an engine's block tables have it
+ROW = 2560
 POOL_BLOCKS = 65_536
 MIB = 1 << 20
+GROUPS = {"": 1, "_wide": 1, "_2g": 2, "_8g": 8}
+
+Work = Callable[[], object]
 
 
-def plan_of(groups: int) -> Geometry:
-    """A plan with that many layer groups: Qwen3.5-35B-A3B's attention (1; 19 KV pages an expert),
-    Qwen1.5-MoE (2; 11), and its eight groups of three layers (8; 32), each in bf16."""
-    if groups == 1:
-        attention: tuple[AttentionKind, ...] = (AttentionKind("full", tuple(range(10)), 2048),)
-        spec = PoolSpec(attention, expert_bytes=6 * MIB)
-    elif groups == 2:
-        spec = PoolSpec((AttentionKind("full", tuple(range(24)), 8192),), expert_bytes=33 * MIB // 2)
+def plan_of(plan: str = "") -> Geometry:
+    """The geometry of one of the plans of this module's docstring."""
+    if plan == "":
+        attention: tuple[AttentionKind, ...] = (AttentionKind("full", tuple(range(48)), 2048),)
+        expert = 9 * MIB
+    elif plan == "_wide":
+        attention, expert = (AttentionKind("full", tuple(range(10)), 2048),), 6 * MIB
+    elif plan == "_2g":
+        attention, expert = (AttentionKind("full", tuple(range(24)), 8192),), 33 * MIB // 2
     else:
-        layers = 24 // groups
-        attention = tuple(
-            AttentionKind(f"part{i}", tuple(range(layers * i, layers * (i + 1))), 8192) for i in range(groups)
-        )
-        spec = PoolSpec(attention, expert_bytes=99 * MIB // 8)
-    plan = plan_geometry(spec)
-    assert len(plan.groups) == groups, plan.describe()
-    return plan
+        parts = [tuple(range(at, at + 3)) for at in range(0, 24, 3)]
+        attention = tuple(AttentionKind(f"part{i}", layers, 8192) for i, layers in enumerate(parts))
+        expert = 199 * MIB // 16
+    return plan_geometry(PoolSpec(attention, expert_bytes=expert))
 
 
-def cache_of(groups: int, prefix_caching: bool, blocks: int = POOL_BLOCKS) -> KVCache:
-    """A KV cache of about `blocks` blocks over the plan with that many groups."""
-    plan = plan_of(groups)
-    classes = [g.page_class for g in plan.groups_of(Kind.KV)]
-    roots = -(-blocks * groups // plan.classes[classes[0]].per_parent)
-    allocator = Allocator(plan, roots * plan.huge_bytes)
+def cache_of(plan: str, prefix_caching: bool, blocks: int = POOL_BLOCKS) -> KVCache:
+    """A KV cache of about `blocks` blocks over a plan."""
+    geometry = plan_of(plan)
+    classes = [g.page_class for g in geometry.groups_of(Kind.KV)]
+    roots = -(-blocks * len(classes) // geometry.classes[classes[0]].per_parent)
+    allocator = Allocator(geometry, roots * geometry.huge_bytes)
     return KVCache(allocator, classes, BLOCK, REQUESTS, ROW, prefix_caching=prefix_caching)
 
 
-def best_of(repeat: int, work: Callable[[], object]) -> float:
+def best_of(repeat: int, work: Work) -> float:
     """Nanoseconds of the fastest of `repeat` runs, garbage collector off."""
     best = float("inf")
     for _ in range(repeat):
@@ -76,9 +85,9 @@ def best_of(repeat: int, work: Callable[[], object]) -> float:
     return best
 
 
-def bulk_ns(groups: int, repeat: int) -> float:
-    """ns per block: a request's blocks at once, all requests, then back in shuffled order."""
-    cache = cache_of(groups, prefix_caching=False)
+def bulk_work(plan: str = "") -> Work:
+    """A request's blocks at once, all requests, then back in shuffled order."""
+    cache = cache_of(plan, prefix_caching=False)
     order = _shuffled()
 
     def work() -> None:
@@ -87,31 +96,30 @@ def bulk_ns(groups: int, repeat: int) -> float:
         for slot in order:
             cache.release(slot)
 
-    return best_of(repeat, work) / (REQUESTS * PER_REQUEST)
+    return work
 
 
-def growth_ns(groups: int, repeat: int) -> float:
-    """ns per block: every request grows by one block a step; then back in shuffled order."""
-    cache = cache_of(groups, prefix_caching=False)
+def growth_work(plan: str = "") -> Work:
+    """Every request grows by one block a step; then back in shuffled order."""
+    cache = cache_of(plan, prefix_caching=False)
     order = _shuffled()
-    slots = list(range(REQUESTS))
 
     def work() -> None:
+        grow = cache.grow
         for blocks in range(1, PER_REQUEST + 1):
-            cache.grow_many(slots, [blocks] * REQUESTS)
+            for slot in range(REQUESTS):
+                grow(slot, blocks, True)
         for slot in order:
             cache.release(slot)
 
-    return best_of(repeat, work) / (REQUESTS * PER_REQUEST)
+    return work
 
 
-def prefix_steady_ns(groups: int, repeat: int) -> float:
-    """ns per block in a pool full of cached prefixes: hash, evict, take, publish, release."""
-    cache = cache_of(groups, prefix_caching=True)
+def steady_work(plan: str = "") -> Work:
+    """In a pool full of cached prefixes: hash, look up, admit, take by evicting, publish, release."""
+    cache = cache_of(plan, prefix_caching=True)
     rng = random.Random(0)
-    tokens = [
-        array("i", [rng.randrange(150_000) for _ in range(PER_REQUEST * BLOCK)]) for _ in range(REQUESTS)
-    ]
+    tokens = [[rng.randrange(150_000) for _ in range(PER_REQUEST * BLOCK)] for _ in range(REQUESTS)]
     order = _shuffled()
     turn = 0
 
@@ -130,18 +138,18 @@ def prefix_steady_ns(groups: int, repeat: int) -> float:
 
     while cache.free_blocks():
         work()
-    return best_of(repeat, work) / (REQUESTS * PER_REQUEST)
+    return work
 
 
-def boundary_move_us(groups: int, repeat: int, pages: int = 1000) -> float:
-    """Microseconds to lend `pages` expert pages to KV, fill them, and get them back."""
-    plan = plan_of(groups)
-    expert, kv = plan.class_of(Kind.EXPERT), plan.groups_of(Kind.KV)[0].page_class
-    allocator = Allocator(plan, 2 * pages * plan.huge_bytes)
+def boundary_work(plan: str = "", pages: int = 1000) -> Work:
+    """`pages` expert pages are lent to KV, filled, and taken back."""
+    geometry = plan_of(plan)
+    expert, kv = geometry.class_of(Kind.EXPERT), geometry.groups_of(Kind.KV)[0].page_class
+    allocator = Allocator(geometry, 2 * pages * geometry.huge_bytes)
     experts = allocator.take(expert, 2 * pages, "experts")
     assert isinstance(experts, list)
     lent = experts[::2]
-    n = pages * plan.classes[kv].per_parent
+    n = pages * geometry.classes[kv].per_parent
 
     def work() -> None:
         nonlocal lent
@@ -154,7 +162,7 @@ def boundary_move_us(groups: int, repeat: int, pages: int = 1000) -> float:
         assert isinstance(back, list)
         lent = back
 
-    return best_of(repeat, work) / 1000
+    return work
 
 
 def _shuffled() -> list[int]:
@@ -163,20 +171,21 @@ def _shuffled() -> list[int]:
     return order
 
 
-MEASURES = {
-    "bulk_ns": bulk_ns,
-    "growth_ns": growth_ns,
-    "prefix_steady_ns": prefix_steady_ns,
-    "boundary_move_us": boundary_move_us,
+# name -> (what makes the work, how many units of the name's kind a run of it is)
+MEASURES: dict[str, tuple[Callable[[str], Work], int]] = {
+    "bulk_ns": (bulk_work, REQUESTS * PER_REQUEST),
+    "growth_ns": (growth_work, REQUESTS * PER_REQUEST),
+    "prefix_steady_ns": (steady_work, REQUESTS * PER_REQUEST),
+    "boundary_move_us": (boundary_work, 1000),
 }
 
 
 def measure(repeat: int = 7) -> dict[str, float]:
-    """Every measure at 1, 2 and 8 layer groups; keys end in `_2g` and `_8g` for the latter two."""
+    """Every measure on every plan; a key is the measure's name and the plan's suffix."""
     return {
-        name + ("" if groups == 1 else f"_{groups}g"): round(fn(groups, repeat), 1)
-        for groups in (1, 2, 8)
-        for name, fn in MEASURES.items()
+        name + plan: round(best_of(repeat, make(plan)) / units, 1)
+        for plan in GROUPS
+        for name, (make, units) in MEASURES.items()
     }
 
 
@@ -194,9 +203,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         print(json.dumps(result))
     else:
-        print(f"{'':<18}{'1 group':>10}{'2 groups':>10}{'8 groups':>10}")
+        print(f"{'':<18}{'1 group':>10}{'1, wide':>10}{'2 groups':>10}{'8 groups':>10}")
         for name in MEASURES:
-            print(f"{name:<18}" + "".join(f"{result[name + s]:>10}" for s in ("", "_2g", "_8g")))
+            print(f"{name:<18}" + "".join(f"{result[name + plan]:>10}" for plan in GROUPS))
     return 0
 
 

@@ -14,6 +14,7 @@ they have one user, the slot in whose row they stand.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -86,10 +87,10 @@ class KVCache:
             self._groups_of.setdefault(cls, []).append(group)
         self._each = {cls: len(groups) for cls, groups in self._groups_of.items()}
         # rows[slot][group]: pages, those reserved ahead at the end.
-        self._rows: list[list[list[int]]] = [[[] for _ in group_classes] for _ in range(slots)]
+        self._rows = [[array("i") for _ in group_classes] for _ in range(slots)]
         self._committed = [0] * slots  # leading blocks that need no publishing any more
-        self._nowhere = (None,) * len(group_classes)
         self._only = next(iter(self._each.items())) if len(self._each) == 1 else None
+        self._per = allocator.geometry.classes[group_classes[0]].per_parent
         self._ahead = reserve_blocks
         self._active = 0  # slots that hold anything
         self._room = [0] * slots  # blocks in a slot's row, those reserved ahead included
@@ -127,7 +128,7 @@ class KVCache:
 
     def row(self, slot: int, group: int = 0) -> list[int]:
         """The pages a slot uses, in order (a copy)."""
-        return self._rows[slot][group][: self.held[slot]]
+        return self._rows[slot][group][: self.held[slot]].tolist()
 
     def match(self, keys: Sequence[bytes]) -> int:
         """How many leading keys name a cached block."""
@@ -146,7 +147,7 @@ class KVCache:
         more); nothing changes then.
         """
         row = self._rows[slot]
-        if row[0]:
+        if self._room[slot]:
             raise ValueError(f"slot {slot} is taken by a request with {self.held[slot]} blocks")
         if hit_blocks > self.max_blocks:
             raise ValueError(f"{hit_blocks} blocks do not fit a row of {self.max_blocks}")
@@ -156,7 +157,7 @@ class KVCache:
                 self._idle.take(block)
             block.users += 1
         for group, pages in enumerate(row):
-            pages += [block.pages[group] for block in blocks]
+            pages.fromlist([block.pages[group] for block in blocks])
         self.held[slot] = self._room[slot] = self._committed[slot] = hit_blocks
         if blocks:
             self._shared[slot] = blocks
@@ -170,17 +171,16 @@ class KVCache:
         cached prefixes nobody reads. Raises ValueError past the length of a row.
         """
         have = self._room[slot]
-        need = blocks_total - have
-        if need <= 0:
+        if blocks_total <= have:
             if blocks_total > self.held[slot]:
                 self.held[slot] = blocks_total
             return 0
         if blocks_total > self.max_blocks:
             raise ValueError(f"{blocks_total} blocks do not fit a row of {self.max_blocks}")
-        ahead = self._ahead
-        if ahead > self.max_blocks - blocks_total:
+        need, ahead = blocks_total - have, self._ahead
+        if blocks_total + ahead > self.max_blocks:
             ahead = self.max_blocks - blocks_total
-        got = self._take(slot, need, ahead)
+        got = self._take_parents(slot, need, ahead) or self._take(slot, need, ahead)
         if not got:
             missing = self._make_room(need, slot, evict)
             if missing:
@@ -277,7 +277,7 @@ class KVCache:
             self._give(None, gone)
             self._shared[slot], self._private[slot] = [], []
         for group in row:
-            group.clear()
+            del group[:]
         self.held[slot] = self._room[slot] = self._committed[slot] = 0
         self._active -= 1
         self._ahead = self.reserve_blocks
@@ -361,7 +361,7 @@ class KVCache:
         for slot, row in enumerate(self._rows):
             for group in groups:
                 if not new.keys().isdisjoint(row[group]):
-                    row[group][:] = [new.get(page, page) for page in row[group]]
+                    row[group][:] = array("i", [new.get(page, page) for page in row[group]])
                     if self._tables is not None:
                         self._tables.stage_row(group, slot, 0, row[group])
         blocks = {id(b): b for shared in self._shared for b in shared}
@@ -416,7 +416,7 @@ class KVCache:
         """Put the pages of idle blocks into a slot's row, as if evicted and taken again."""
         self._unpublish(blocks)
         for group, pages in enumerate(self._rows[slot]):
-            pages += [block.pages[group] for block in blocks]
+            pages.fromlist([block.pages[group] for block in blocks])
         if self._freed is not None:
             for cls, groups in self._groups_of.items():
                 self._freed += [(cls, block.pages[group]) for block in blocks for group in groups]
@@ -424,30 +424,52 @@ class KVCache:
 
     # ---------------------------------------------------------------- pages
 
+    def _take_parents(self, slot: int, need: int, ahead: int) -> int:
+        """`_take` where whole parents hold what is needed, and no more than may be reserved; else 0."""
+        if self._only is None:
+            return 0
+        cls, n = self._only
+        row = self._rows[slot]
+        owner = near = None
+        if not self.prefix_caching:
+            owner = slot
+        elif row[-1]:
+            near = row[-1][-1]
+        pages, per = need * n, self._per
+        parents = 1 if pages <= per else -(-pages // per)
+        extra = parents * per - pages
+        if extra > ahead * n or (n > 1 and extra % n):
+            return 0
+        whole = self.allocator.take_whole(cls, parents, owner, near)
+        if whole is None:
+            return 0
+        if n == 1:
+            row[0] += whole
+        else:
+            for group in range(n):
+                row[group] += whole[group::n]
+        got = (pages + extra) // n
+        self._taken += got
+        return got
+
     def _take(self, slot: int, need: int, ahead: int) -> int:
         """Append `need` blocks (and up to `ahead` more) to a slot's row; how many were, 0 if short."""
         row = self._rows[slot]
-        owner: int | None = slot
-        near: Sequence[int | None] = self._nowhere
-        if self.prefix_caching:
-            owner = None  # the pages may outlive the request
-            if row[0]:
-                near = [pages[-1] for pages in row]
+        # With prefix caching the pages may outlive the request, so that they are nobody's.
+        owner = None if self.prefix_caching else slot
         if self._only is not None:
             cls, n = self._only
-            pages = self.allocator.take(cls, need * n, owner, ahead * n, n, near[-1])
+            near = row[-1][-1] if owner is None and row[0] else None
+            pages = self.allocator.take(cls, need * n, owner, ahead * n, n, near)
             if isinstance(pages, Shortage):
                 return 0
+            packed = array("i", pages)
+            for group in range(n):
+                row[group] += packed[group::n]
             got = len(pages) // n
-            if n > 1:
-                for group in range(n):
-                    row[group] += pages[group::n]
-            elif row[0]:
-                row[0] += pages
-            else:
-                row[0] = pages
             self._taken += got
             return got
+        near_by = [pages[-1] for pages in row] if owner is None and row[0] else None
         most = self.allocator.obtainable_together(self._each)
         if most < need:
             return 0
@@ -455,7 +477,7 @@ class KVCache:
         taken: dict[int, list[int]] = {}
         for sparing in (False, True):
             for cls, n in self._each.items():
-                last = near[self._groups_of[cls][-1]]
+                last = near_by[self._groups_of[cls][-1]] if near_by else None
                 pages = self.allocator.take(cls, need * n, owner, (got - need) * n, n, last, sparing)
                 if isinstance(pages, Shortage):
                     break
@@ -472,7 +494,7 @@ class KVCache:
             if len(pages) > got * n:
                 self.allocator.give(cls, pages[got * n :], owner)
             for i, group in enumerate(groups):
-                row[group] += pages[i : got * n : n]
+                row[group].extend(pages[i : got * n : n])
         self._taken += got
         return got
 

@@ -25,8 +25,13 @@ def new_seed() -> bytes:
 
 @lru_cache(maxsize=64)
 def _hasher(seed: bytes, salt: str) -> Any:
-    """BLAKE2b keyed with `seed`, after the salt; copied for every block."""
-    return blake2b(salt.encode(), key=seed, digest_size=KEY_BYTES)
+    """BLAKE2b after a secret of 32 bytes made of `seed` and `salt`; copied for every block.
+
+    A secret prefix is as good as the keyed mode (BLAKE2 knows no extension of what was hashed) and,
+    with a block of 16 tokens, costs one compression instead of two.
+    """
+    secret = blake2b(salt.encode(), key=seed, digest_size=32).digest()
+    return blake2b(secret, digest_size=KEY_BYTES)
 
 
 def extend_keys(
@@ -36,7 +41,7 @@ def extend_keys(
 
     tokens: all token ids of the sequence from its start (a list, `array('i')` or int32 numpy array;
     the last two need no conversion). The key of a block is the hash of (salt, key of the block
-    before, token ids as int32); the first block's "key before" is 16 zero bytes. `salt` separates
+    before, token ids as int32) under a secret; the first block's "key before" is 16 zero bytes. `salt` separates
     tenants that must not share. `seed`: at most 64 bytes, secret, one a process.
     """
     first, full = len(keys), len(tokens) // block_tokens

@@ -10,8 +10,10 @@ full parents fill up and nearly empty ones get the chance to come back whole.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 from .errors import (
@@ -54,6 +56,19 @@ class Span(NamedTuple):
     state: str
 
 
+class _Pages(dict[int, "array[int]"]):
+    """All pages of a parent, made on first use. Arrays, because to copy ints out of a list touches each."""
+
+    __slots__ = ("level",)
+
+    def __init__(self, level: _Level):
+        self.level = level
+
+    def __missing__(self, parent: int) -> array[int]:
+        pages = self[parent] = array("i", self.level.range_of(parent))
+        return pages
+
+
 class _Holding:
     """What one owner holds of a class, by parent.
 
@@ -74,7 +89,7 @@ class _Level:
 
     __slots__ = (
         "buckets", "children", "cut", "filled", "free", "held", "index", "kind", "limit", "limited", "name",
-        "pages", "parent", "per", "simple", "span", "split", "stride", "used",
+        "pages", "parent", "per", "quick", "simple", "span", "split", "stack", "stride", "used",
     )  # fmt: skip
 
     def __init__(
@@ -86,10 +101,12 @@ class _Level:
         self.span = stride * per  # grains of a parent that are used
         self.parent = parent
         self.simple = parent is not None and parent.parent is None  # cut from the root
+        self.quick = parent if self.simple else None  # the root, where no limit is in the way
         self.children: list[_Level] = []
         self.split: dict[int, set[int]] = {}  # parent -> its free pages; those held whole are not here
-        self.pages: dict[int, tuple[int, ...]] = {}  # parent -> all its pages, made on first use
+        self.pages = _Pages(self)
         self.cut = 0  # parents cut for this level, those held whole included
+        self.stack: list[int] = []  # of the root's free pages those that merged last, see `_unstack`
         # Open parents by how many free pages they have, and a bit for each bucket that is not empty.
         self.buckets: list[dict[int, None]] = [{} for _ in range(per)] if parent else []
         self.filled = 0
@@ -115,13 +132,6 @@ class _Level:
     def range_of(self, parent: int) -> range:
         first = 0 if parent == _ROOT else parent
         return range(first, first + self.span, self.stride)
-
-    def pages_of(self, parent: int) -> tuple[int, ...]:
-        """All pages of a parent; the same int objects every time, which saves making them."""
-        pages = self.pages.get(parent)
-        if pages is None:
-            pages = self.pages[parent] = tuple(self.range_of(parent))
-        return pages
 
 
 class Allocator:
@@ -226,6 +236,7 @@ class Allocator:
             self._kind_limits[target] = pages
         for level in self._levels:
             level.limited = level.limit is not None or level.kind in self._kind_limits
+            level.quick = level.parent if level.simple and not level.limited else None
 
     # ---------------------------------------------------------------- taking
 
@@ -260,6 +271,7 @@ class Allocator:
             if n > room:
                 return Shortage(max(0, room))
             ahead = room - n
+        self._unstack(level)
         holding = level.held.get(owner)
         if holding is None:
             holding = _Holding()
@@ -279,9 +291,8 @@ class Allocator:
             if rest and rest + ahead >= level.per and not (level.per - rest) % unit:
                 whole += 1  # what is asked for ahead is all that a new parent would have left
             if whole:
-                parents, made = self._new_parents(level, whole), level.pages.get
-                for parent in parents:
-                    pages += made(parent) or level.pages_of(parent)
+                parents = self._new_parents(level, whole)
+                pages += chain.from_iterable(map(level.pages.__getitem__, parents))
                 if owner is None:
                     level.split.update(dict.fromkeys(parents, _FULL))
                 else:
@@ -296,6 +307,63 @@ class Allocator:
             need = n - len(pages)
         level.used += len(pages)
         return pages
+
+    def take_whole(
+        self, cls: int, parents: int, owner: Hashable, near: int | None = None
+    ) -> array[int] | None:
+        """All pages of `parents` fresh parents: what `take` does for as many, at a fraction of its cost.
+
+        The array is the allocator's own: copy it, never change it. None where `take` must decide: the class is not cut from the root or has a limit, too few root
+        pages are free, the owner holds parts of parents, or the parent of page `near` has free pages.
+        """
+        level = self._levels[cls]
+        root = level.quick
+        if root is None or root.free < parents:
+            return None
+        holding = level.held.get(owner)
+        if holding is None:
+            if near is not None and level.split.get(near - near % root.stride):
+                return None
+            if owner is not None:
+                holding = level.held[owner] = _Holding()
+        elif holding.parts:
+            return None
+        root.free -= parents
+        level.cut += parents
+        level.used += parents * level.per
+        if parents == 1 and root.stack:
+            parent = root.stack.pop()
+            if holding is None:
+                level.split[parent] = _FULL
+            else:
+                holding.whole.append(parent)
+            return level.pages[parent]
+        fresh = self._pop_roots(root, parents)
+        if holding is None:
+            level.split.update(dict.fromkeys(fresh, _FULL))
+        else:
+            holding.whole += fresh
+        return array("i", b"".join(map(level.pages.__getitem__, fresh)))
+
+    @staticmethod
+    def _pop_roots(root: _Level, n: int) -> list[int]:
+        """Remove `n` of the root's free pages; `free` is the caller's to count."""
+        stack = root.stack
+        if len(stack) >= n:
+            pages = stack[-n:]
+            del stack[-n:]
+            return pages
+        pop = root.split[_ROOT].pop
+        pages = stack + [pop() for _ in range(n - len(stack))]
+        stack.clear()
+        return pages
+
+    @staticmethod
+    def _unstack(level: _Level) -> None:
+        """Enter the root's stacked pages into its set of free pages, where single ones can be found."""
+        if level.stack:
+            level.split[_ROOT].update(level.stack)
+            level.stack.clear()
 
     def _choose(self, level: _Level, need: int, ahead: int) -> int | None:
         """The parent to draw from: an open one with room for all, a new one (None), an open one with
@@ -326,7 +394,7 @@ class Allocator:
             extra = min(per - n, ahead)
             n += extra - extra % unit
         n = min(n, per)
-        every = level.pages_of(parent)
+        every = level.pages[parent]
         pages = list(every[:n])
         level.split[parent] = set(every[n:]) if n < per else _FULL
         level.free += per - n
@@ -369,11 +437,7 @@ class Allocator:
         source = level.parent
         assert source is not None
         if source.parent is None:
-            free = source.split[_ROOT]
-            if n == 1:
-                pages = [free.pop()] if free else []
-            else:
-                pages = [free.pop() for _ in range(min(n, len(free)))]
+            pages = self._pop_roots(source, min(n, source.free))
             source.free -= len(pages)
             level.cut += len(pages)
             return pages
@@ -402,6 +466,7 @@ class Allocator:
         pages = list(pages)
         by_parent = self._by_parent(level, pages)
         n = len(pages)
+        self._unstack(level)
         holding = level.held.get(owner)
         if holding is not None:
             self._settle(level, holding)
@@ -449,6 +514,7 @@ class Allocator:
 
     def spans(self) -> list[Span]:
         """What lies where, in the order of addresses and without gaps: for maps and gauges."""
+        self._unstack(self._levels[0])
         out: list[Span] = []
         for level in self._levels:
             cut = {p for child in level.children for p in child.split}
@@ -469,7 +535,7 @@ class Allocator:
         """Parents of a class with both used and free pages, as (used, free); see `compact`."""
         level = self._levels[cls]
         return {
-            parent: (set(level.pages_of(parent)) - level.split[parent], set(level.split[parent]))
+            parent: (set(level.pages[parent]) - level.split[parent], set(level.split[parent]))
             for bucket in level.buckets
             for parent in bucket
         }
@@ -503,6 +569,7 @@ class Allocator:
         sources = [source for source, _ in moves]
         targets = [target for _, target in moves]
         given, filled = self._by_parent(level, sources), self._by_parent(level, targets)
+        self._unstack(level)
         for child in level.children:
             for other in child.held.values():
                 self._settle(child, other)
@@ -538,7 +605,7 @@ class Allocator:
         if holding.whole:
             level.split.update(dict.fromkeys(holding.whole, _FULL))
             for parent in holding.whole:
-                holding.parts[parent] = set(level.pages_of(parent))
+                holding.parts[parent] = set(level.pages[parent])
             holding.whole = []
 
     def _by_parent(self, level: _Level, pages: list[int]) -> dict[int, set[int]]:
@@ -587,7 +654,7 @@ class Allocator:
         free = level.split.get(parent)
         if free is None or not free.isdisjoint(pages):
             return False
-        if not pages.issubset(level.pages_of(parent) if level.parent else level.range_of(parent)):
+        if not pages.issubset(level.pages[parent] if level.parent else level.range_of(parent)):
             return False
         return not any(page in child.split for child in level.children for page in pages)
 
@@ -640,7 +707,7 @@ class Allocator:
         assert source is not None
         level.cut -= len(parents)
         if source.parent is None:
-            source.split[_ROOT].update(parents)
+            source.stack += parents
             source.free += len(parents)
             return
         by_parent: dict[int, set[int]] = {}
@@ -694,6 +761,7 @@ class Allocator:
                 raise CorruptPoolError(what)
 
         require(not _FULL, "the shared empty set was written to")
+        self._unstack(self._levels[0])
         for level in self._levels:
             name, up = level.name, level.parent
             filed = {p: n for n, b in enumerate(level.buckets) for p in b}
