@@ -214,6 +214,9 @@ class Scheduler:
         limit, cost = self.max_num_batched_tokens, self.memory.cost
         if self.budget is None or cost is None:
             return limit
+        missing = self.memory.missing_share
+        if not missing and self.budget.itl_slo is None:
+            return limit
         prompts, oldest, decoding = 0, now, 0
         for request in self.running:
             left = len(request.tokens) - request.num_computed
@@ -229,7 +232,7 @@ class Scheduler:
             oldest = min(oldest, arrival)
         return self.budget.tokens(
             limit, now=now, prompts=prompts, oldest=oldest, decoding=decoding,
-            missing=self.memory.missing_share, step_seconds=self.memory.step_seconds, cost=cost,
+            missing=missing, step_seconds=self.memory.step_seconds, cost=cost,
         )  # fmt: skip
 
     def _schedule_running(self, plan: StepPlan, now: float) -> None:

@@ -231,7 +231,8 @@ class Simulation:
     def _seconds(self, plan: StepPlan, touched: np.ndarray, prompt_tokens: int) -> tuple[float, float]:
         """Time of the step, and the bytes it and the promotions before it brought over the link."""
         hit = touched > 0
-        missed = np.count_nonzero(hit & ~self.experts.resident, axis=1)
+        resident = self.experts.resident
+        missed = np.zeros(1) if resident.all() else np.count_nonzero(hit & ~resident, axis=1)
         context = sum(plan.starts) + plan.num_tokens
         seconds = self.cost.seconds(
             Step(plan.num_tokens, context, prompt_tokens, np.count_nonzero(hit, axis=1), missed)
