@@ -11,8 +11,9 @@ import torch
 
 from rimuru.engine.config import EngineConfig
 from rimuru.engine.core import EngineCore, plan_for
-from rimuru.engine.plan import MemoryPlan
+from rimuru.engine.plan import MemoryPlan, state_pages
 from rimuru.engine.request import FinishReason, SamplingParams, TokenOutput
+from rimuru.pool.geometry import Kind
 from support.tiny import tiny_checkpoint
 
 GREEDY = 12  # tokens generated where nothing else is said
@@ -78,7 +79,10 @@ def make_bench(family: str = "qwen3_moe", **options) -> Bench:
 
 
 def cap_for(family: str, expert_share: float, kv_tokens: int, **options) -> int:
-    """A device cap whose pool holds about that share of the experts beside that many KV tokens."""
+    """A device cap whose pool holds about that share of the experts beside that many KV tokens.
+
+    On a hybrid model beside the recurrent states of `max_num_seqs` requests too.
+    """
     config = EngineConfig(
         dtype="float32", device="cpu",
         **{
@@ -89,7 +93,8 @@ def cap_for(family: str, expert_share: float, kv_tokens: int, **options) -> int:
     plan = plan_for(config)
     geometry = plan.geometry
     expert = geometry.classes[plan.expert_class].page_bytes
-    block = sum(geometry.classes[g.page_class].page_bytes for g in geometry.groups)
+    block = sum(geometry.classes[g.page_class].page_bytes for g in geometry.groups_of(Kind.KV))
     pool = expert_share * plan.experts_total * expert + kv_tokens / plan.block_tokens * block
+    pool += state_pages(geometry, plan.units, plan.max_num_seqs) * expert
     huge = -(-int(pool) // geometry.huge_bytes)
     return plan.weights_bytes + plan.workspace_bytes + plan.tables_bytes + huge * geometry.huge_bytes

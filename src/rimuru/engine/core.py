@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +17,10 @@ import torch
 
 from rimuru import kernels
 from rimuru.cache.kv import KVCache
+from rimuru.cache.state import StateCache
 from rimuru.errors import RequestError
 from rimuru.experts.store import ExpertStore
-from rimuru.kernels.types import KVLayout, KVView
+from rimuru.kernels.types import KVLayout, KVView, RecurrentView, StateLayout, StateView
 from rimuru.models.config import ModelConfig, load_model_config
 from rimuru.models.loader import dummy_weights, load_weights
 from rimuru.models.registry import build_model, resolve_model
@@ -122,7 +123,8 @@ class EngineCore:
         self.arena = Arena(plan.pool_bytes, self.device)
         allocator = Allocator(geometry, plan.pool_bytes)
         slots, blocks = config.max_num_seqs, -(-plan.max_model_len // config.block_size)
-        kv_tables = KVTables(len(geometry.groups), slots, blocks, self.device)
+        kv_groups = geometry.groups_of(Kind.KV)
+        kv_tables = KVTables(len(kv_groups), slots, blocks, self.device)
         layers = len(model.moe_layers)
         expert_table = Table((layers, model.num_experts), torch.int64, self.device)
         backend = kernels.backend_for(self.device, self.dtype)
@@ -140,12 +142,19 @@ class EngineCore:
         self.store.fill_initial()
         self._tables, self._expert_table, self._ops = kv_tables, expert_table, backend
         cache = KVCache(
-            allocator, [g.page_class for g in geometry.groups], config.block_size, slots, blocks,
+            allocator, [g.page_class for g in kv_groups], config.block_size, slots, blocks,
             kv_tables, config.enable_prefix_caching, track_freed=config.debug_pool,
         )  # fmt: skip
+        states = None
+        if plan.state_groups:
+            self._state_table = Table((len(plan.state_groups), slots), torch.int32, self.device)
+            states = StateCache(
+                allocator, [g.page_class for g in plan.state_groups], slots, self._state_table,
+                self._copy_pages, track_freed=config.debug_pool,
+            )  # fmt: skip
         self.memory = Memory(
             cache, self.store, ResidencyPolicy(layers, model.num_experts),
-            make_boundary(config), plan, on_freed=self._poison if config.debug_pool else None,
+            make_boundary(config), plan, on_freed=self._poison if config.debug_pool else None, states=states,
         )  # fmt: skip
         self.scheduler = Scheduler(
             self.memory, max_num_seqs=slots, max_num_batched_tokens=config.max_num_batched_tokens,
@@ -153,15 +162,15 @@ class EngineCore:
         )  # fmt: skip
         self.touched = torch.zeros(layers, model.num_experts, dtype=torch.int32, device=self.device)
         self.runner = Runner(
-            net, self._kv_views(model), expert_table.device_table, self.touched,
+            net, self._views(model), expert_table.device_table, self.touched,
             BatchBuilder(config.max_num_batched_tokens, slots),
             SamplingState(slots, model.vocab_size, self.device), self.device,
         )  # fmt: skip
 
-    def _kv_views(self, model: ModelConfig) -> list[KVView]:
-        """One window on the pool for each attention layer."""
+    def _views(self, model: ModelConfig) -> list[KVView | RecurrentView]:
+        """Each layer's window on the pool."""
         pool = self.arena.view(self.dtype)
-        views: dict[int, KVView] = {}
+        views: dict[int, KVView | RecurrentView] = {}
         for index, group in enumerate(self.plan.geometry.groups_of(Kind.KV)):
             layout = KVLayout(
                 len(group.layers), self.config.block_size, model.num_kv_heads, model.head_dim,
@@ -170,7 +179,31 @@ class EngineCore:
             table = self._tables.device_table[index]
             for at, layer in enumerate(group.layers):
                 views[layer] = KVView(pool, table, at, layout)
+        if (r := model.recurrent) is not None:
+            shape = (r.value_heads, r.key_dim, r.value_dim)
+            state = self._state_views(Kind.STATE, shape, torch.float32)
+            conv = self._state_views(Kind.CONV, (r.kernel - 1, r.channels), self.dtype)
+            views |= {layer: RecurrentView(state[layer], conv[layer]) for layer in r.layers}
         return [views[layer] for layer in range(model.num_layers)]
+
+    def _state_views(self, kind: Kind, shape: tuple[int, ...], dtype: torch.dtype) -> dict[int, StateView]:
+        """A recurrent layer -> its window on the pages of a kind."""
+        pool, table = self.arena.view(dtype), self._state_table.device_table
+        views = {}
+        for index, group in enumerate(self.plan.state_groups):
+            if group.kind == kind:
+                layout = StateLayout(len(group.layers), shape, self.plan.geometry.grain, dtype)
+                for at, layer in enumerate(group.layers):
+                    views[layer] = StateView(pool, table[index], at, layout)
+        return views
+
+    def _copy_pages(self, cls: int, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copy pages of a class, in the order of the steps."""
+        geometry = self.plan.geometry
+        pages = torch.tensor([source, target], dtype=torch.int32, device=self.device)
+        self._ops.move_pages(
+            self.arena.data, pages[0], pages[1], geometry.grain, geometry.classes[cls].payload_bytes
+        )
 
     # -- requests --------------------------------------------------------------------------
 
@@ -253,6 +286,8 @@ class EngineCore:
         """Apply what was staged since the last step, on the stream the step will run on."""
         self._tables.flush(self._ops.apply_edits)
         self._expert_table.flush(self._ops.apply_edits)
+        if self.plan.state_groups:
+            self._state_table.flush(self._ops.apply_edits)
 
     def _poison(self, pages: list[tuple[int, int]]) -> None:
         """Debug mode: whoever reads a page that is nobody's reads NaN."""
@@ -265,7 +300,7 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix that no request holds."""
-        self.memory.cache.reset_prefix()
+        self.memory.reset_prefix()
         return True
 
     # -- what it says of itself ------------------------------------------------------------
@@ -281,6 +316,13 @@ class EngineCore:
         tenants = {("kv", "used"): blocks.used, ("kv", "cached"): blocks.cached}
         pages = {key: n * per_block for key, n in tenants.items()}
         sizes = {key: n * block_bytes for key, n in tenants.items()}
+        if (states := self.memory.states) is not None:
+            for group in self.plan.state_groups:
+                size = geometry.classes[group.page_class].page_bytes
+                for name, n in (("used", states.active), ("cached", states.checkpoints)):
+                    key = (group.kind.name.lower(), name)
+                    pages[key] = pages.get(key, 0) + n
+                    sizes[key] = sizes.get(key, 0) + n * size
         pages["expert", "resident"], sizes["expert", "resident"] = resident, resident * expert_bytes
         free = self.plan.pool_bytes - sum(sizes.values())
         pages["free", "free"] = free // units.page_bytes

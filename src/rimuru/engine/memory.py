@@ -14,6 +14,7 @@ import numpy as np
 
 from rimuru.cache.kv import KVCache
 from rimuru.cache.prefix import extend_keys, new_seed
+from rimuru.cache.state import StateCache
 from rimuru.policy.boundary import BoundaryPlan, BoundaryPolicy, DecisionLog, Snapshot
 from rimuru.policy.cost import CostModel
 from rimuru.policy.residency import ResidencyPolicy
@@ -57,9 +58,14 @@ class Memory:
         boundary: BoundaryPolicy,
         plan: MemoryPlan,
         on_freed: Callable[[list[tuple[int, int]]], None] | None = None,
+        states: StateCache | None = None,
     ):
-        """`on_freed` is told the (class, page) of KV pages given back, before anybody fills them."""
+        """`on_freed` is told the (class, page) of KV and state pages given back, before anybody fills them.
+        `states`: the recurrent states of a hybrid model.
+        """
         self.cache, self.experts, self.residency, self.boundary = cache, experts, residency, boundary
+        self.states, self.state_blocks = states, plan.state_blocks
+        self.keeps_states = states is not None and cache.prefix_caching
         self.plan, self.units = plan, plan.units
         self.block_tokens = plan.block_tokens
         self.max_request_tokens = plan.max_request_tokens
@@ -96,8 +102,10 @@ class Memory:
         extend_keys(request.block_keys, request.tokens, self.block_tokens, self._seed, request.cache_salt)
 
     def match(self, keys: list[bytes]) -> int:
-        """How many leading blocks are cached."""
-        return self.cache.match(keys)
+        """The most leading blocks that a request may start after: cached, and with a recurrent model the
+        state at their end as well."""
+        blocks = self.cache.match(keys)
+        return blocks if self.states is None else self.states.match(keys[:blocks])
 
     def try_admit(
         self,
@@ -115,11 +123,58 @@ class Memory:
         """
         if not self.admitting and scheduler.running:
             return False
+        states, start = self.states, keys[hit - 1] if hit else None
         self.cache.admit(slot, keys, hit)  # holds the hits, so that making room cannot evict them
-        if self.make_room(blocks - hit + slack, scheduler, now) and self.cache.grow(slot, blocks, True) == 0:
+        if states is not None and start is not None:
+            states.hold(start)
+        admitted = (
+            (states is None or self._place_state(slot, start, scheduler, now))
+            and self.make_room(blocks - hit + slack, scheduler, now)
+            and self.cache.grow(slot, blocks, True) == 0
+        )
+        if states is not None and start is not None:
+            states.let_go(start)
+            if admitted:
+                self.poison_freed()
+                states.resume(slot, start)
+        if not admitted:
+            self.release(slot)
+        return admitted
+
+    def _place_state(self, slot: int, start: bytes | None, scheduler: Scheduler, now: float) -> bool:
+        """Give a slot pages for its state. A request that starts from a checkpoint can do without: it
+        takes over the checkpoint's own where no others are to be had for nothing."""
+        states, cache = self.states, self.cache
+        assert states is not None
+        if states.acquire(slot):
             return True
-        self.cache.release(slot)
+        if states.drop(self._is_cached) and states.acquire(slot):
+            return True
+        if start is not None:
+            return True
+        if states.evict(1) and states.acquire(slot):
+            return True
+        # From here on whole parents have to come back: from what is reserved, experts, cached prefixes.
+        if cache.take_back_reserved() and states.acquire(slot):
+            return True
+        resident = -1
+        while resident != (resident := int(np.count_nonzero(self.experts.resident))):
+            self._consider(scheduler, now, wanted=cache.free_blocks() + self.state_blocks)
+            if states.acquire(slot):
+                return True
+        while cache.evict(self.state_blocks):
+            if states.acquire(slot):
+                return True
         return False
+
+    def _is_cached(self, key: bytes) -> bool:
+        return self.cache.match([key]) == 1
+
+    def save_state(self, slot: int, keys: list[bytes], blocks: int) -> None:
+        """Keep a copy of a slot's state, which is that of the end of its first `blocks` blocks."""
+        if self.states is not None and self.keeps_states:
+            self.poison_freed()
+            self.states.save(slot, keys[:blocks])
 
     def grow(self, wanted: list[tuple[int, int]]) -> None:
         """Give running requests (slot, blocks in all); `make_room` has said that it fits."""
@@ -134,6 +189,14 @@ class Memory:
     def release(self, slot: int) -> None:
         """Take a slot's pages back; published blocks stay cached until somebody needs them."""
         self.cache.release(slot)
+        if self.states is not None:
+            self.states.release(slot)
+
+    def reset_prefix(self) -> None:
+        """Forget every cached prefix that no request holds, and every state to start one from."""
+        self.cache.reset_prefix()
+        if self.states is not None:
+            self.states.evict(self.states.checkpoints)
 
     def room(self) -> int:
         """Blocks that can be had now, cached ones that nobody holds included."""
@@ -143,8 +206,14 @@ class Memory:
         """Have `blocks` blocks free or evictable, asking the boundary for more where they are not."""
         if blocks <= self.cache.free_blocks():
             return True
+        states = self.states
+        if states is not None and states.drop(self._is_cached) and blocks <= self.cache.free_blocks():
+            return True
         self._ask(blocks, scheduler, now)
-        return blocks <= self.room()
+        while blocks > self.room():
+            if states is None or not states.evict(1):
+                return False
+        return True
 
     def _ask(self, blocks: int, scheduler: Scheduler, now: float) -> None:
         """Consult the boundary until `blocks` blocks can be had or it gives no more.
@@ -212,7 +281,10 @@ class Memory:
         per_block = units.per_block
         resident = int(np.count_nonzero(experts.resident))
         oldest = scheduler.oldest_wait
-        used = self.cache.counts().used
+        used, evictable = self.cache.counts().used, self.cache.evictable_blocks()
+        if self.states is not None:
+            used += self.states.active * self.state_blocks
+            evictable += self.states.checkpoints * self.state_blocks
         known: dict[str, float] = {}
         if self.cost is not None:
             cost = self.cost
@@ -232,7 +304,7 @@ class Memory:
             expert_page_bytes=plan.geometry.classes[plan.expert_class].page_bytes,
             kv_page_bytes=units.page_bytes, kv_per_expert=units.per_expert, kv_used=used * per_block,
             kv_obtainable=self.cache.free_blocks() * per_block,
-            kv_evictable=self.cache.evictable_blocks() * per_block,
+            kv_evictable=evictable * per_block,
             kv_wanted_running=wanted * per_block if scheduler.growing else 0,
             kv_wanted_waiting=0 if scheduler.growing else wanted * per_block,
             kv_wanted_first=0 if scheduler.growing else wanted * per_block,
@@ -258,9 +330,17 @@ class Memory:
     def _apply(self, plan: BoundaryPlan, resident: int) -> None:
         self.target = plan.expert_pages
         if plan.evict_pages:
-            self.cache.evict(-(-plan.evict_pages // self.units.per_block))
+            self._evict(-(-plan.evict_pages // self.units.per_block))
         if plan.expert_pages < resident:
             self._demote(resident - plan.expert_pages)
+
+    def _evict(self, blocks: int) -> None:
+        """Forget cached prefixes worth `blocks` blocks: KV first, then states, those without KV at once."""
+        blocks -= self.cache.evict(blocks)
+        if self.states is not None:
+            self.states.drop(self._is_cached)
+            if blocks > 0:
+                self.states.evict(-(-blocks // self.state_blocks))
 
     def _demote(self, n: int) -> None:
         experts = self.experts
@@ -301,7 +381,7 @@ class Memory:
     def poison_freed(self) -> None:
         """Report the pages given back since the last call; call it before pages are filled."""
         if self._on_freed is not None:
-            self._on_freed(self.cache.freed())
+            self._on_freed(self.cache.freed() + (self.states.freed() if self.states else []))
 
     # -- truth -----------------------------------------------------------------------------
 
@@ -309,4 +389,6 @@ class Memory:
         """Assert that every page is accounted for in each part."""
         self.cache.check()
         self.experts.check()
+        if self.states is not None:
+            self.states.check()
         assert int(np.count_nonzero(self.experts.resident)) >= self.plan.experts_floor, "below the floor"

@@ -12,7 +12,15 @@ from dataclasses import dataclass, field
 from rimuru.errors import ConfigError, MemoryPlanError
 from rimuru.models.config import ModelConfig
 from rimuru.policy.boundary import BoundaryPolicy, Capacity, make_policy
-from rimuru.pool.geometry import AttentionKind, Geometry, Kind, PoolSpec, plan_geometry
+from rimuru.pool.geometry import (
+    AttentionKind,
+    Geometry,
+    Kind,
+    LayerGroup,
+    PoolSpec,
+    RecurrentKind,
+    plan_geometry,
+)
 
 from .config import EngineConfig
 
@@ -72,6 +80,17 @@ class MemoryPlan:
     max_num_seqs: int
     max_num_batched_tokens: int
     notes: list[str] = field(default_factory=list)
+    state_bytes: int = 0  # pool bytes of one request's recurrent state; 0 for models without
+
+    @property
+    def state_groups(self) -> list[LayerGroup]:
+        """The layer groups whose pages a request owns once: STATE, then CONV."""
+        return state_groups(self.geometry)
+
+    @property
+    def state_blocks(self) -> int:
+        """Blocks of KV that take as much of the pool as one request's recurrent state."""
+        return -(-self.state_bytes // (self.units.per_block * self.units.page_bytes))
 
     @property
     def max_request_tokens(self) -> int:
@@ -80,9 +99,15 @@ class MemoryPlan:
 
     def requests_of(self, tokens: int, reachable: bool) -> int:
         """How many requests of `tokens` tokens fit at one time, at most `max_num_seqs`."""
-        have = self.kv_tokens_reachable if reachable else self.kv_tokens
-        held = -(-tokens // self.block_tokens) * self.block_tokens
-        return min(have // held, self.max_num_seqs)
+        have = (self.kv_tokens_reachable if reachable else self.kv_tokens) // self.block_tokens
+        held = -(-tokens // self.block_tokens)
+        first = state_pages(self.geometry, self.units, 1)  # already taken off
+
+        def fits(n: int) -> bool:
+            states = (state_pages(self.geometry, self.units, n) - first) * self.units.per_expert
+            return n * held * self.units.per_block + states <= have * self.units.per_block
+
+        return sum(map(fits, range(1, self.max_num_seqs + 1)))
 
     def to_json(self) -> dict[str, object]:
         """The plan as plain data, for `rimuru plan --json`."""
@@ -103,6 +128,7 @@ class MemoryPlan:
                 if c.kind is not None
             },
             "layer_groups": [{"name": g.name, "layers": list(g.layers)} for g in geometry.groups],
+            "state_bytes": self.state_bytes,
             "experts_total": self.experts_total,
             "experts_resident": self.experts_resident,
             "experts_lendable": self.experts_lendable,
@@ -126,6 +152,7 @@ class MemoryPlan:
             ("experts resident / all", f"{self.experts_resident:,} / {self.experts_total:,}"),
             ("experts lendable (host copies)", f"{self.experts_lendable:,} ({show(self.host_bytes)})"),
             ("KV tokens at start / reachable", f"{self.kv_tokens:,} / {self.kv_tokens_reachable:,}"),
+            *([("recurrent state of a request", show(self.state_bytes))] if self.state_bytes else []),
         ]
         for name, tokens in (("512", 512), ("4,096", 4096), ("full length", self.max_model_len)):
             fits = f"{self.requests_of(tokens, False):,} / {self.requests_of(tokens, True):,}"
@@ -133,6 +160,24 @@ class MemoryPlan:
         width = max(len(name) for name, _ in rows)
         lines = [f"{name:<{width}}  {value}" for name, value in rows]
         return "\n".join([*lines, *(f"note: {n}" for n in self.notes), "", self.geometry.describe()])
+
+
+def state_groups(geometry: Geometry) -> list[LayerGroup]:
+    """See `MemoryPlan.state_groups`."""
+    return [*geometry.groups_of(Kind.STATE), *geometry.groups_of(Kind.CONV)]
+
+
+def state_pages(geometry: Geometry, units: KVUnits, sets: int) -> int:
+    """Expert-size pages that hold the states of so many requests, each class in parents of its own."""
+    classes = [g.page_class for g in state_groups(geometry)]
+    expert = geometry.huge_bytes / units.experts_per_huge
+    pages = 0
+    for cls in set(classes):
+        n, c = classes.count(cls) * sets, geometry.classes[cls]
+        parents = n if c.parent is None else -(-n // c.per_parent)
+        size = geometry.cost(cls if c.parent is None else c.parent)
+        pages += parents * round(size / expert)
+    return pages
 
 
 def show(n: int) -> str:
@@ -169,13 +214,15 @@ def sizes_of(model: ModelConfig, config: EngineConfig, itemsize: int) -> Sizes:
 
 
 def pool_spec(model: ModelConfig, block_tokens: int, itemsize: int) -> PoolSpec:
-    """What the pool must know of a model: bytes of a token's KV and of an expert."""
+    """What the pool must know of a model: bytes of a token's KV, of an expert, of a recurrent state."""
     inter, hidden = model.moe_intermediate, model.hidden_size
     expert = _up(2 * inter * hidden * itemsize) + _up(hidden * inter * itemsize)
-    attention = AttentionKind(
-        "kv", tuple(range(model.num_layers)), 2 * model.kv_size * itemsize, block_tokens
-    )
-    return PoolSpec(attention=(attention,), expert_bytes=expert)
+    attention = AttentionKind("kv", model.kv_layers, 2 * model.kv_size * itemsize, block_tokens)
+    state = conv = None
+    if (r := model.recurrent) is not None:
+        state = RecurrentKind(r.layers, r.state_bytes)
+        conv = RecurrentKind(r.layers, r.conv_elements * itemsize)
+    return PoolSpec(attention=(attention,), expert_bytes=expert, state=state, conv=conv)
 
 
 def _up(n: int) -> int:
@@ -196,6 +243,8 @@ def workspace_bytes(model: ModelConfig, config: EngineConfig, itemsize: int) -> 
     )
     per_token = (6 * model.hidden_size + 2 * heads + inter + model.top_k * model.hidden_size) * itemsize
     per_token += 4 * (2 * model.hidden_size + 4 * model.num_experts)
+    if (r := model.recurrent) is not None:  # float32 copies of q, k, v, their heads repeated
+        per_token += 4 * (4 * r.channels + 6 * r.value_heads * (r.key_dim + r.value_dim))
     rows = max(config.max_num_seqs, 128)
     return tokens * per_token + rows * model.vocab_size * 4 * 6
 
@@ -236,18 +285,21 @@ def plan_memory(
     blocks = -(-max_len // config.block_size)
     weights = sizes.weights + max_len * sizes.rope_row
     workspace = sizes.workspace
-    tables = len(geometry.groups) * config.max_num_seqs * blocks * 4 + total * 12 + GRANT * 16
+    columns = sum(blocks if g.kind == Kind.KV else 1 for g in geometry.groups)
+    tables = columns * config.max_num_seqs * 4 + total * 12 + GRANT * 16
     if reserve is not None:
         workspace, tables = reserve, 0
     fixed = weights + workspace + tables
     units = KVUnits.of(geometry, expert_class)
 
-    def roots(experts: int, kv_blocks: int) -> int:
-        """Huge pages that hold so many experts and blocks, each kind in parents of its own."""
-        pages = experts + -(-kv_blocks * units.per_block // units.per_expert)
-        return -(-pages // units.experts_per_huge)
+    one_state = state_pages(geometry, units, 1)
 
-    everything = roots(total, config.max_num_seqs * blocks)
+    def roots(experts: int, kv_blocks: int, states: int = 1) -> int:
+        """Huge pages that hold so many experts, blocks and states, each kind in parents of its own."""
+        pages = experts + -(-kv_blocks * units.per_block // units.per_expert)
+        return -(-(pages + state_pages(geometry, units, states)) // units.experts_per_huge)
+
+    everything = roots(total, config.max_num_seqs * blocks, config.max_num_seqs)
     cap = config.device_memory
     if cap is None:
         share = device_available * (0.5 if device_is_host else config.gpu_memory_utilization)
@@ -268,7 +320,8 @@ def plan_memory(
     capacity = Capacity(
         pool_pages=huge * units.experts_per_huge, expert_total=total, expert_lendable=lendable,
         expert_floor=0, expert_page_bytes=expert_bytes, kv_page_bytes=units.page_bytes,
-        kv_per_expert=units.per_expert, kv_min=least_blocks * units.per_block,
+        kv_per_expert=units.per_expert,
+        kv_min=least_blocks * units.per_block + one_state * units.per_expert,
     )  # fmt: skip
     floor = policy.least_resident(capacity)
     if huge < roots(floor, least_blocks):
@@ -277,15 +330,17 @@ def plan_memory(
             ("workspace of a step", workspace, "--max-num-batched-tokens, --max-num-seqs"),
             ("page tables", tables, "--max-num-seqs, --max-model-len"),
             (
-                "experts that must stay", roots(floor, 0) * geometry.huge_bytes,
+                "experts that must stay", roots(floor, 0, 0) * geometry.huge_bytes,
                 f"{floor:,} of {total:,}: policy {config.memory_policy}, {lendable:,} have a host copy",
             ),
             ("KV of one request", least_blocks * units.per_block * units.page_bytes, f"length {max_len:,}"),
         ]  # fmt: skip
+        if one_state:
+            parts.append(("state of one request", one_state * expert_bytes, "recurrent layers"))
         starts = fixed + roots(floor, least_blocks) * geometry.huge_bytes
         raise MemoryPlanError(_refusal(config, cap, starts, parts, lendable < total))
     resident = policy.start(capacity)
-    reachable = units.blocks_in(capacity.pool_pages - floor) * config.block_size
+    reachable = units.blocks_in(capacity.pool_pages - floor - one_state) * config.block_size
     notes = []
     if reachable < max_len:
         full = fixed + roots(floor, blocks) * geometry.huge_bytes
@@ -299,9 +354,10 @@ def plan_memory(
         expert_pages=capacity.pool_pages, experts_total=total, experts_resident=resident,
         experts_floor=floor, experts_lendable=lendable, host_bytes=lendable * expert_bytes,
         block_tokens=config.block_size,
-        kv_tokens=units.blocks_in(capacity.pool_pages - resident) * config.block_size,
+        kv_tokens=units.blocks_in(capacity.pool_pages - resident - one_state) * config.block_size,
         kv_tokens_reachable=reachable, max_model_len=max_len, max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens, notes=notes,
+        state_bytes=round(sum(geometry.cost(g.page_class) for g in state_groups(geometry))),
     )  # fmt: skip
 
 

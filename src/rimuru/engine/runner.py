@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from rimuru.kernels.sampling import sample, token_logprobs
-from rimuru.kernels.types import KVView, StepMeta
+from rimuru.kernels.types import KVView, RecurrentView, StepMeta
 
 from .batch import BatchBuilder, StepArrays
 from .request import Request, TokenLogprobs
@@ -27,7 +27,7 @@ class ForwardModel(Protocol):
     """What the runner needs of a model; `rimuru.models` builds these."""
 
     def forward(
-        self, tokens: torch.Tensor, meta: StepMeta, kv: list[KVView], experts: torch.Tensor,
+        self, tokens: torch.Tensor, meta: StepMeta, kv: list[KVView | RecurrentView], experts: torch.Tensor,
         touched: torch.Tensor | None, rows: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """tokens int64 `[T]` -> hidden `[T, H]`, or `[rows, H]` where rows are given."""
@@ -43,7 +43,7 @@ class Runner:
     """One model on one device."""
 
     model: ForwardModel
-    kv: list[KVView]
+    kv: list[KVView | RecurrentView]
     expert_table: torch.Tensor  # int64 [MoE layers, E]
     touched: torch.Tensor  # int32 [MoE layers, E], tokens routed to each expert in the last step
     builder: BatchBuilder

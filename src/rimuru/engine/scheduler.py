@@ -246,7 +246,7 @@ class Scheduler:
         for request in self.running:
             count = len(request.tokens) - request.num_computed
             if count > 1:
-                count = min(count, self._prompts_left)
+                count = self._chunk(request, min(count, self._prompts_left))
                 if not count:
                     continue
                 self._prompts_left -= count
@@ -345,9 +345,17 @@ class Scheduler:
             request.phase = Phase.RUNNING
             request.num_computed = hit * size
             self.running.append(request)
-            count = min(len(request.tokens) - request.num_computed, left)
+            count = self._chunk(request, min(len(request.tokens) - request.num_computed, left))
             left -= count
             plan.add(request, count)
+
+    def _chunk(self, request: Request, count: int) -> int:
+        """Of `count` tokens to compute, those up to the end of the last full block that a repetition of
+        the request could start after, where a recurrent state has to be copied there."""
+        if not self.memory.keeps_states:
+            return count
+        mark = (len(request.tokens) - 1) // self.block_tokens * self.block_tokens - request.num_computed
+        return mark if 0 < mark < count else count
 
     # -- after the step --------------------------------------------------------------------
 
@@ -365,6 +373,8 @@ class Scheduler:
             if memory.prefix_caching and after // size > before // size:
                 memory.extend_keys(request)
                 memory.commit(request.slot, request.block_keys, after // size)
+                if after % size == 0 and plan.counts[index] > 1:  # not for each block of a decode
+                    memory.save_state(request.slot, request.block_keys, after // size)
             if index in result.prompt_logprobs:
                 known = self.prompt_outputs.setdefault(request.request_id, [None])
                 known.extend(result.prompt_logprobs[index])

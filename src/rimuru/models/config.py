@@ -47,6 +47,7 @@ class RecurrentConfig:
         """A sequence's recurrent state in one layer: float32 whatever the model's dtype."""
         return self.value_heads * self.key_dim * self.value_dim * 4
 
+    @property
     def conv_elements(self) -> int:
         """What the convolution keeps of a sequence in one layer, in the model's dtype."""
         return (self.kernel - 1) * self.channels
