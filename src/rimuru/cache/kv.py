@@ -90,7 +90,9 @@ class KVCache:
         self._rows = [[array("i") for _ in group_classes] for _ in range(slots)]
         self._committed = [0] * slots  # leading blocks that need no publishing any more
         self._only = next(iter(self._each.items())) if len(self._each) == 1 else None
-        self._per = allocator.geometry.classes[group_classes[0]].per_parent
+        self._cls = group_classes[0]
+        per = allocator.geometry.classes[self._cls].per_parent
+        self._per = per if len(group_classes) == 1 else 0
         self._ahead = reserve_blocks
         self._active = 0  # slots that hold anything
         self._room = [0] * slots  # blocks in a slot's row, those reserved ahead included
@@ -180,6 +182,23 @@ class KVCache:
         need, ahead = blocks_total - have, self._ahead
         if blocks_total + ahead > self.max_blocks:
             ahead = self.max_blocks - blocks_total
+        per = self._per
+        if per and need <= per <= need + ahead:  # growth as a rule: a parent is all it takes
+            row = self._rows[slot][0]
+            if self.prefix_caching:
+                pages = self.allocator.take_whole(self._cls, 1, None, row[-1] if have else None)
+            else:
+                pages = self.allocator.take_whole(self._cls, 1, slot)
+            if pages is not None:
+                row += pages
+                self._taken += per
+                self._room[slot] = have + per
+                self.held[slot] = blocks_total
+                if not have:
+                    self._active += 1
+                if self._tables is not None:
+                    self._tables.stage_row(0, slot, have, pages)
+                return 0
         got = self._take_parents(slot, need, ahead) or self._take(slot, need, ahead)
         if not got:
             missing = self._make_room(need, slot, evict)
@@ -435,7 +454,7 @@ class KVCache:
             owner = slot
         elif row[-1]:
             near = row[-1][-1]
-        pages, per = need * n, self._per
+        pages, per = need * n, self.allocator.geometry.classes[cls].per_parent
         parents = 1 if pages <= per else -(-pages // per)
         extra = parents * per - pages
         if extra > ahead * n or (n > 1 and extra % n):

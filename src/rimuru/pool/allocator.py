@@ -11,7 +11,7 @@ full parents fill up and nearly empty ones get the chance to come back whole.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -56,19 +56,6 @@ class Span(NamedTuple):
     state: str
 
 
-class _Pages(dict[int, "array[int]"]):
-    """All pages of a parent, made on first use. Arrays, because to copy ints out of a list touches each."""
-
-    __slots__ = ("level",)
-
-    def __init__(self, level: _Level):
-        self.level = level
-
-    def __missing__(self, parent: int) -> array[int]:
-        pages = self[parent] = array("i", self.level.range_of(parent))
-        return pages
-
-
 class _Holding:
     """What one owner holds of a class, by parent.
 
@@ -79,7 +66,7 @@ class _Holding:
     __slots__ = ("parts", "tail", "whole")
 
     def __init__(self) -> None:
-        self.whole: list[int] = []
+        self.whole = array("i")
         self.parts: dict[int, set[int]] = {}
         self.tail = _ROOT - 1  # the parent taken from last
 
@@ -104,9 +91,9 @@ class _Level:
         self.quick = parent if self.simple else None  # the root, where no limit is in the way
         self.children: list[_Level] = []
         self.split: dict[int, set[int]] = {}  # parent -> its free pages; those held whole are not here
-        self.pages = _Pages(self)
+        self.pages = array("i")  # all pages of all parents, where those are root pages; see `pages_of`
         self.cut = 0  # parents cut for this level, those held whole included
-        self.stack: list[int] = []  # of the root's free pages those that merged last, see `_unstack`
+        self.stack = array("i")  # of the root's free pages those that merged last, see `_unstack`
         # Open parents by how many free pages they have, and a bit for each bucket that is not empty.
         self.buckets: list[dict[int, None]] = [{} for _ in range(per)] if parent else []
         self.filled = 0
@@ -132,6 +119,25 @@ class _Level:
     def range_of(self, parent: int) -> range:
         first = 0 if parent == _ROOT else parent
         return range(first, first + self.span, self.stride)
+
+    def list_pages(self) -> None:
+        """Make the array of all pages of all root pages."""
+        assert self.parent is not None
+        for page in self.parent.range_of(_ROOT):
+            self.pages.extend(self.range_of(page))
+
+    def pages_of(self, parent: int) -> array[int]:
+        """All pages of a parent.
+
+        Cut from one array, not made or kept one by one: the cost of taking a parent is that of the
+        cache lines it touches.
+        """
+        if not self.simple or self.parent is None:
+            return array("i", self.range_of(parent))
+        if not self.pages:
+            self.list_pages()
+        start = parent // self.parent.stride * self.per
+        return self.pages[start : start + self.per]
 
 
 class Allocator:
@@ -292,11 +298,11 @@ class Allocator:
                 whole += 1  # what is asked for ahead is all that a new parent would have left
             if whole:
                 parents = self._new_parents(level, whole)
-                pages += chain.from_iterable(map(level.pages.__getitem__, parents))
+                pages += chain.from_iterable(map(level.pages_of, parents))
                 if owner is None:
                     level.split.update(dict.fromkeys(parents, _FULL))
                 else:
-                    holding.whole += parents
+                    holding.whole.extend(parents)
                 need = n - len(pages)
         while need > 0:
             home = self._choose(level, need, ahead)
@@ -313,7 +319,7 @@ class Allocator:
     ) -> array[int] | None:
         """All pages of `parents` fresh parents: what `take` does for as many, at a fraction of its cost.
 
-        The array is the allocator's own: copy it, never change it. None where `take` must decide: the class is not cut from the root or has a limit, too few root
+        None where `take` must decide: the class is not cut from the root or has a limit, too few root
         pages are free, the owner holds parts of parents, or the parent of page `near` has free pages.
         """
         level = self._levels[cls]
@@ -331,22 +337,27 @@ class Allocator:
         root.free -= parents
         level.cut += parents
         level.used += parents * level.per
+        pages, per, stride = level.pages, level.per, root.stride
+        if not pages:
+            level.list_pages()
         if parents == 1 and root.stack:
             parent = root.stack.pop()
             if holding is None:
                 level.split[parent] = _FULL
             else:
                 holding.whole.append(parent)
-            return level.pages[parent]
+            start = parent // stride * per
+            return pages[start : start + per]
         fresh = self._pop_roots(root, parents)
         if holding is None:
             level.split.update(dict.fromkeys(fresh, _FULL))
         else:
             holding.whole += fresh
-        return array("i", b"".join(map(level.pages.__getitem__, fresh)))
+        starts = [parent // stride * per for parent in fresh]
+        return array("i", b"".join([pages[start : start + per] for start in starts]))
 
     @staticmethod
-    def _pop_roots(root: _Level, n: int) -> list[int]:
+    def _pop_roots(root: _Level, n: int) -> array[int]:
         """Remove `n` of the root's free pages; `free` is the caller's to count."""
         stack = root.stack
         if len(stack) >= n:
@@ -354,8 +365,9 @@ class Allocator:
             del stack[-n:]
             return pages
         pop = root.split[_ROOT].pop
-        pages = stack + [pop() for _ in range(n - len(stack))]
-        stack.clear()
+        pages = stack[:]
+        pages.extend([pop() for _ in range(n - len(stack))])
+        del stack[:]
         return pages
 
     @staticmethod
@@ -363,7 +375,7 @@ class Allocator:
         """Enter the root's stacked pages into its set of free pages, where single ones can be found."""
         if level.stack:
             level.split[_ROOT].update(level.stack)
-            level.stack.clear()
+            del level.stack[:]
 
     def _choose(self, level: _Level, need: int, ahead: int) -> int | None:
         """The parent to draw from: an open one with room for all, a new one (None), an open one with
@@ -394,7 +406,7 @@ class Allocator:
             extra = min(per - n, ahead)
             n += extra - extra % unit
         n = min(n, per)
-        every = level.pages[parent]
+        every = level.pages_of(parent)
         pages = list(every[:n])
         level.split[parent] = set(every[n:]) if n < per else _FULL
         level.free += per - n
@@ -432,7 +444,7 @@ class Allocator:
         holding.tail = parent
         return pages
 
-    def _new_parents(self, level: _Level, n: int) -> list[int]:
+    def _new_parents(self, level: _Level, n: int) -> Sequence[int]:
         """Up to `n` pages of the parent level, to be cut for `level`. They belong to no owner."""
         source = level.parent
         assert source is not None
@@ -444,15 +456,15 @@ class Allocator:
         n = min(n, self._room(source))
         level.cut += n
         nobody = _Holding()
-        pages = []
-        while len(pages) < n:
+        out: list[int] = []
+        while len(out) < n:
             # One at a time is fullest first: what is nearly full fills up, so that the rest can merge.
             home = self._choose(source, 1, 0)
             if home is None:
-                pages += self._draw_new(source, nobody, n - len(pages), 0, 1)
+                out += self._draw_new(source, nobody, n - len(out), 0, 1)
             else:
-                pages += self._draw(source, nobody, home, n - len(pages), 0, 1)
-        return pages
+                out += self._draw(source, nobody, home, n - len(out), 0, 1)
+        return out
 
     # ---------------------------------------------------------------- giving back
 
@@ -535,7 +547,7 @@ class Allocator:
         """Parents of a class with both used and free pages, as (used, free); see `compact`."""
         level = self._levels[cls]
         return {
-            parent: (set(level.pages[parent]) - level.split[parent], set(level.split[parent]))
+            parent: (set(level.pages_of(parent)) - level.split[parent], set(level.split[parent]))
             for bucket in level.buckets
             for parent in bucket
         }
@@ -605,8 +617,8 @@ class Allocator:
         if holding.whole:
             level.split.update(dict.fromkeys(holding.whole, _FULL))
             for parent in holding.whole:
-                holding.parts[parent] = set(level.pages[parent])
-            holding.whole = []
+                holding.parts[parent] = set(level.pages_of(parent))
+            holding.whole = array("i")
 
     def _by_parent(self, level: _Level, pages: list[int]) -> dict[int, set[int]]:
         """Pages by the parent they lie in. Neighbours in the list are mostly neighbours in a parent."""
@@ -654,7 +666,7 @@ class Allocator:
         free = level.split.get(parent)
         if free is None or not free.isdisjoint(pages):
             return False
-        if not pages.issubset(level.pages[parent] if level.parent else level.range_of(parent)):
+        if not pages.issubset(level.pages_of(parent) if level.parent else level.range_of(parent)):
             return False
         return not any(page in child.split for child in level.children for page in pages)
 
@@ -701,13 +713,13 @@ class Allocator:
         if whole:
             self._merge(level, whole)
 
-    def _merge(self, level: _Level, parents: list[int]) -> None:
+    def _merge(self, level: _Level, parents: Sequence[int]) -> None:
         """Hand whole parents back to the level they were cut from."""
         source = level.parent
         assert source is not None
         level.cut -= len(parents)
         if source.parent is None:
-            source.stack += parents
+            source.stack.extend(parents)
             source.free += len(parents)
             return
         by_parent: dict[int, set[int]] = {}
