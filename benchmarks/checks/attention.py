@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
-from harness import Report, replay_times
+import triton
+import triton.language as tl
+from harness import Report, capture, replay_times
 
 from rimuru.kernels import reference
 from rimuru.kernels.triton import attention
@@ -60,10 +62,43 @@ def fill(kv: KVView, meta: StepMeta, lengths: list[int]) -> None:
     reference.qkv_to_cache(qkv, lay.heads, kv, everything, still)
 
 
+@triton.jit
+def _read_kernel(source_ptr, sums_ptr, BLOCK: tl.constexpr):
+    block = tl.program_id(0)
+    words = tl.load(source_ptr + block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK))
+    tl.store(sums_ptr + block, tl.sum(words, 0))
+
+
+def read_time(pool: torch.Tensor, nbytes: int, calls: int) -> float:
+    """Microseconds of a launch that only reads (and sums) `nbytes` in a row: what so few bytes can reach."""
+    words = pool.view(torch.int32)
+    size, block = nbytes // 4, 4096
+    sums = torch.empty(size // block, dtype=torch.int32, device=pool.device)
+    calls = min(calls, len(words) // size)
+
+    def step() -> None:
+        for i in range(calls):
+            _read_kernel[(size // block,)](words[i * size :], sums, block, num_warps=4)
+
+    return replay_times({"read": step}, calls=calls)["read"]
+
+
+def _replayed(*args) -> torch.Tensor:
+    """What attention writes into a poisoned output when a graph replays it."""
+    outs: list[torch.Tensor] = []
+    graph = capture(lambda: outs.append(attention(*args)))
+    outs[-1].fill_(float("nan"))
+    graph.replay()
+    return outs[-1].clone()
+
+
 def check(report: Report) -> None:
     cases = [
         # name, dtype, KV heads, q heads, head size, window, lengths, queries
         ("decode GQA", BF16, 4, 32, 128, 0, [1, 900, 5000, 0, 17, 33_000], [1] * 6),
+        ("decode, a wide block a sequence", BF16, 4, 32, 128, 0, [1000, 1, 0, *range(500, 529)], [1] * 32),
+        ("decode, wide blocks split", BF16, 4, 32, 128, 0, [20_000], [1]),
+        ("decode, wide blocks split, window", BF16, 4, 32, 128, 900, [20_000], [1]),
         ("decode MHA", BF16, 16, 16, 128, 0, [1025, 64, 300], [1] * 3),
         ("decode 64", torch.float16, 8, 64, 64, 0, [700, 2100], [1] * 2),
         ("decode 256", BF16, 2, 16, 256, 0, [700, 2100], [1] * 2),
@@ -89,6 +124,9 @@ def check(report: Report) -> None:
         got = attention(q, kv, meta, dim**-0.5, window)
         report.close(name, got, want, limits[dtype])
         report.equal(f"{name}, again", attention(q, kv, meta, dim**-0.5, window), got)
+        if max(queries) == 1:
+            replayed = _replayed(q, kv, meta, dim**-0.5, window)
+            report.equal(f"{name}, in a graph", replayed, got)
 
 
 def decode(report: Report, pool: torch.Tensor) -> None:
@@ -105,14 +143,17 @@ def decode(report: Report, pool: torch.Tensor) -> None:
             micros = replay_times({"decode": step}, calls=len(views))["decode"]
             nbytes = seqs * length * layout.layer_elems // layout.block_tokens * layout.dtype.itemsize
             share = 0.9 if seqs >= 32 else 0.8
+            name = f"decode {model}, {seqs} x {length}"
             report.bar(
-                f"decode {model}, {seqs} x {length}",
+                name,
                 nbytes / micros / 1e6,
                 "TB/s",
                 share * COPY_RATE,
                 COPY_RATE,
                 True,
             )
+            read = read_time(pool, nbytes, len(views))
+            report.bar(f"{name}, over a plain read ({read:.1f} us)", micros / read, "x")
 
 
 def prefill(report: Report, pool: torch.Tensor) -> None:

@@ -36,20 +36,25 @@ def kernels(chip: int, cases=CASES):
                 ),
             )  # fmt: skip
             group = q_heads // heads
-            tile = attention.decode_tile(dtype, dim, group, shared)
             rows = 1 << (group - 1).bit_length()
-            yield (
-                f"decode {name}",
-                attention.decode_kernel.warmup(
-                    dtype, dtype, i32, dtype, f32, f32, i32, i32, i32, i32, 8, 4096, 3, 0.1, 512,
-                    GROUP=group, WINDOW=window, BLOCK_M=tile.m, BLOCK_N=tile.n, MIN_SPLIT=128, ROWS=rows,
-                    FUSED=not window, num_warps=tile.warps, num_stages=tile.stages, grid=(1,), **common,
-                ),
-            )  # fmt: skip
+            narrow = attention.decode_tile(dtype, dim, group, shared)
+            for kind, tile in (("", narrow), (" wide", attention.wide_tile(dtype, dim, group, shared))):
+                if not tile:
+                    continue
+                yield (
+                    f"decode{kind} {name}",
+                    attention.decode_kernel.warmup(
+                        dtype, dtype, i32, dtype, f32, f32, i32, i32, i32, i32, 8, 4096, 3, 0.1, 512,
+                        GROUP=group, WINDOW=window, BLOCK_M=tile.m, BLOCK_N=tile.n, MIN_SPLIT=128, ROWS=rows,
+                        FUSED=not window and not kind, PDL=bool(kind), launch_pdl=bool(kind),
+                        num_warps=tile.warps, num_stages=tile.stages, grid=(1,), **common,
+                    ),
+                )  # fmt: skip
         yield (
             f"merge {name}",
             attention.merge_kernel.warmup(
                 f32, f32, dtype, i32, i32, 8, 512, KV_HEADS=heads, GROUP=group, DIM=dim, WINDOW=True,
-                BLOCK_N=tile.n, MIN_SPLIT=128, ROWS=rows, STEP=32, num_warps=4, grid=(1,),
+                BLOCK_N=narrow.n, MIN_SPLIT=128, ROWS=rows, STEP=32, PDL=chip == 90, launch_pdl=chip == 90,
+                num_warps=4, grid=(1,),
             ),
         )  # fmt: skip

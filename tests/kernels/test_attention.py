@@ -61,6 +61,14 @@ def test_splits_merge_in_order_and_leave_the_counters_at_zero(multiprocessors, m
     assert not kernels._counters(DEVICE).any()
 
 
+@pytest.mark.parametrize(("lengths", "splits"), [([300, 129, 1, 0], 1), ([4000], 8)])
+def test_wide_blocks_of_one_a_multiprocessor(lengths, splits, monkeypatch):
+    multiprocessors = splits * len(lengths)
+    monkeypatch.setattr(kernels, "_device", lambda device: (multiprocessors, 227))
+    assert kernels.wide_split_count(len(lengths), 1, max(lengths), multiprocessors) == splits
+    compare(make_layout(torch.bfloat16, 1, 128), lengths, [1] * len(lengths), 3)
+
+
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_head_sizes_of_served_models(dim):
     compare(make_layout(torch.bfloat16, 1, dim, layers=3), [40, 20], [1, 20], 2, layer=2)
@@ -93,3 +101,14 @@ def test_split_count_fills_the_gpu_without_starving_long_sequences():
     assert kernels.split_count(256, 4, 1024, 128, 132) == 1
     assert kernels.split_count(256, 4, 32_768, 128, 132) == 8
     assert kernels.split_count(1, 4, 100, 128, 132) == 1
+
+
+def test_wide_blocks_are_for_work_that_they_share_out_evenly():
+    assert kernels.wide_split_count(32, 4, 1024, 132) == 1
+    assert kernels.wide_split_count(32, 4, 32_768, 132) == 0  # a long sequence among short ones
+    assert kernels.wide_split_count(1, 4, 32_768, 132) == 33
+    assert kernels.wide_split_count(1, 4, 4096, 132) == 0  # too short for 33 blocks a head
+    assert kernels.wide_split_count(8, 4, 32_768, 132) == 0  # four partials: narrow blocks merge them
+    assert kernels.wide_split_count(17, 4, 1024, 132) == 0  # half of the multiprocessors would idle
+    assert kernels.wide_split_count(64, 4, 1024, 132) == 0
+    assert kernels.wide_tile(torch.bfloat16, 128, 8, 99) is None

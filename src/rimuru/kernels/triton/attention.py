@@ -5,11 +5,12 @@ kernel compiles, so that every load keeps its full width; the grid depends on ho
 that a captured graph replays with any sequence lengths.
 
 A sequence with one query takes the decode kernel (Dao et al., Flash-Decoding, 2023): the cached
-tokens are split over thread blocks. Few partial results are merged by the last block of a head to
-finish, many by a second launch; in split order, so that the sum does not depend on timing. Longer
-queries take the prompt kernel (Dao, FlashAttention-2, 2023). A mixed step launches both, and each
-skips what is not its own, so how a token is computed depends on the number of sequences in the step,
-not on what they do.
+tokens are split over thread blocks: one wide block a multiprocessor where that shares the work out
+evenly, several narrow ones otherwise. Few partial results of narrow blocks are merged by the last
+block of a head to finish, all others by a second launch; in split order, so that the sum does not
+depend on timing. Longer queries take the prompt kernel (Dao, FlashAttention-2, 2023). A mixed step
+launches both, and each skips what is not its own, so how a token is computed depends on the number of
+sequences in the step and the bound of their lengths, not on what they do.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from ..types import KVLayout, KVView, StepMeta
 LOG2E = 1.4426950408889634
 MAX_SPLITS = 128
 MAX_FUSED = tl.constexpr(4)  # splits that the last thread block to finish merges; more take a launch
-BLOCKS_PER_SM = 3  # decode thread blocks a multiprocessor should find, to keep enough bytes in flight
+BLOCKS_PER_SM = 3  # narrow decode blocks a multiprocessor should find, to keep enough bytes in flight
+WIDE_TOKENS = (512, 8192)  # a wide block reads at least four tiles; a long sequence is not left to one block
+WIDE_SPLITS = 8  # below this many the merge's launch costs more than wide blocks gain
 COUNTERS = 1 << 17  # heads of sequences in one step
 
 
@@ -58,7 +61,7 @@ def prompt_tile(dtype: torch.dtype, dim: int, shared: int) -> Tile:
 
 
 def decode_tile(dtype: torch.dtype, dim: int, group: int, shared: int) -> Tile:
-    """Tile of the decode kernel; `m` holds the query heads of one KV head.
+    """Narrow tile of the decode kernel; `m` holds the query heads of one KV head.
 
     Small tiles of two warps: several thread blocks a multiprocessor hide each other's latencies
     better than deep pipelines of one.
@@ -70,6 +73,13 @@ def decode_tile(dtype: torch.dtype, dim: int, group: int, shared: int) -> Tile:
     if dim <= 64:
         return Tile(rows, 64, 2, stages)
     return Tile(rows, 32, 2, stages) if dim <= 128 else Tile(rows, 32, 4, stages)
+
+
+def wide_tile(dtype: torch.dtype, dim: int, group: int, shared: int) -> Tile | None:
+    """Tile of decode blocks that have a multiprocessor each, or None where there is no such kernel."""
+    if dtype == torch.float32 or dim != 128 or group > 16 or shared != 227:
+        return None
+    return Tile(16, 128, 8, 3)
 
 
 def check_supported(layout: KVLayout, q_heads: int) -> None:
@@ -202,14 +212,18 @@ def decode_kernel(
     query_start_ptr, slots_ptr, seq_lens_ptr, splits, table_stride, layer, scale, window,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     GRAIN: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    MIN_SPLIT: tl.constexpr, ROWS: tl.constexpr, FUSED: tl.constexpr, PRECISION: tl.constexpr,
+    MIN_SPLIT: tl.constexpr, ROWS: tl.constexpr, FUSED: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The query heads of one KV head against one split of one sequence. Grid: (KV heads, splits, S).
 
     Partials: float32 `[S, KV heads, splits, ROWS, DIM]` with ROWS the group rounded up to a power
     of two; lse: float32 `[S, KV heads, splits, ROWS]` in base 2; counters start and end at zero.
+    With PDL the grid may be placed before the kernel ahead of it has ended, and lets the next one be.
     """
     head, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if PDL:
+        tl.extra.cuda.gdc_wait()  # before any read: nothing here knows what that kernel writes
     # All loads before any branch, so that their latencies overlap.
     length = tl.load(seq_lens_ptr + seq)
     first = tl.load(query_start_ptr + seq)
@@ -233,7 +247,6 @@ def decode_kernel(
 
     KV: tl.constexpr = BLOCK_TOKENS * KV_HEADS * DIM
     ROW: tl.constexpr = KV_HEADS * DIM
-    q = tl.load(q_ptr + rows[:, None] + d[None, :], mask=(m < GROUP)[:, None], other=0.0)
     row_ptr = table_ptr + slot * table_stride
     keys = pool_ptr + layer.to(tl.int64) * (2 * KV) + head * DIM
 
@@ -243,6 +256,8 @@ def decode_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     peak = tl.full([BLOCK_M], -float("inf"), tl.float32)
     page = _page(row_ptr, begin + tl.arange(0, BLOCK_N), end, BLOCK_TOKENS)
+    # After the pages, for which K and V wait.
+    q = tl.load(q_ptr + rows[:, None] + d[None, :], mask=(m < GROUP)[:, None], other=0.0)
     for start in range(begin, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         live = n < end
@@ -261,6 +276,8 @@ def decode_kernel(
         acc = tl.dot(weight.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
         peak = new_peak
         page = _page(row_ptr, n + BLOCK_N, end, BLOCK_TOKENS)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if used == 1:
         value = acc.to(out_ptr.dtype.element_ty)
@@ -297,9 +314,13 @@ def merge_kernel(
     partial_ptr, lse_ptr, out_ptr, query_start_ptr, seq_lens_ptr, splits, window,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr, MIN_SPLIT: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One query head's partials, in split order. Grid: (query heads, S)."""
     head, seq = tl.program_id(0), tl.program_id(1)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     length = tl.load(seq_lens_ptr + seq)
     first = tl.load(query_start_ptr + seq)
     following = tl.load(query_start_ptr + seq + 1)
@@ -345,13 +366,27 @@ def _counters(device: torch.device) -> torch.Tensor:
 
 
 def split_count(seqs: int, kv_heads: int, max_seq_len: int, min_split: int, multiprocessors: int) -> int:
-    """How many splits each sequence gets: enough thread blocks to fill the GPU, from host values only.
+    """How many narrow blocks share a sequence: enough to fill the GPU, from host values only.
 
     A large batch needs none for that, but a long sequence in it must not be left to one block.
     """
     fill = -(-BLOCKS_PER_SM * multiprocessors // (seqs * kv_heads))
     balance = min(8, -(-max_seq_len // 2048))
     return max(1, min(max(fill, balance), MAX_SPLITS, -(-max_seq_len // min_split)))
+
+
+def wide_split_count(seqs: int, kv_heads: int, max_seq_len: int, multiprocessors: int) -> int:
+    """How many wide blocks share a sequence; 0 where one a multiprocessor would not share the work well.
+
+    From host values only. Without a split nothing is merged; with many, each block reads enough for
+    the merge to be small beside it.
+    """
+    least, most = WIDE_TOKENS
+    fit = multiprocessors // (seqs * kv_heads)
+    splits = min(fit, -(-max_seq_len // least), MAX_SPLITS)
+    busy = splits * seqs * kv_heads >= 0.8 * multiprocessors
+    merges_well = splits == 1 or splits >= WIDE_SPLITS
+    return splits if busy and merges_well and max_seq_len <= most * splits else 0
 
 
 def attention(q: torch.Tensor, kv: KVView, meta: StepMeta, scale: float, window: int = 0) -> torch.Tensor:
@@ -385,24 +420,31 @@ def attention(q: torch.Tensor, kv: KVView, meta: StepMeta, scale: float, window:
     tile = decode_tile(q.dtype, dim, group, shared)
     min_split = max(128, tile.n)
     splits = split_count(seqs, lay.heads, meta.max_seq_len, min_split, multiprocessors)
+    wider = wide_tile(q.dtype, dim, group, shared)
+    wide_splits = wider and wide_split_count(seqs, lay.heads, meta.max_seq_len, multiprocessors)
+    if wider and wide_splits:
+        tile, splits = wider, wide_splits
+    wide = tile is wider
     rows = triton.next_power_of_2(group)
     if seqs * lay.heads > COUNTERS:
         raise ValueError(f"a step holds at most {COUNTERS // lay.heads} sequences, got {seqs}")
     scratch = seqs * lay.heads * splits * rows
     partial = torch.empty(scratch * (dim + 1), dtype=torch.float32, device=q.device)
     lse = partial[scratch * dim :]
-    fused = splits <= MAX_FUSED.value
+    fused = not wide and splits <= MAX_FUSED.value
+    pdl = wide and q.is_cuda  # narrow blocks keep every multiprocessor full: an early grid takes their room
     decode_kernel[(lay.heads, splits, seqs)](
         q, kv.pool, kv.table, out, partial, lse, _counters(q.device), *where,
         splits, stride, kv.layer, scale, window,
         KV_HEADS=lay.heads, GROUP=group, DIM=dim, BLOCK_TOKENS=lay.block_tokens, GRAIN=lay.grain_elems,
         WINDOW=window > 0, BLOCK_M=tile.m, BLOCK_N=tile.n, MIN_SPLIT=min_split, ROWS=rows,
-        FUSED=fused, PRECISION=precision, num_warps=tile.warps, num_stages=tile.stages,
+        FUSED=fused, PDL=pdl, PRECISION=precision, num_warps=tile.warps, num_stages=tile.stages,
+        launch_pdl=pdl,
     )  # fmt: skip
-    if not fused:
+    if splits > 1 and not fused:
         merge_kernel[(q_heads, seqs)](
             partial, lse, out, meta.query_start, meta.seq_lens, splits, window,
             KV_HEADS=lay.heads, GROUP=group, DIM=dim, WINDOW=window > 0, BLOCK_N=tile.n, MIN_SPLIT=min_split,
-            ROWS=rows, STEP=32, num_warps=4,
+            ROWS=rows, STEP=32, PDL=pdl, num_warps=4, launch_pdl=pdl,
         )  # fmt: skip
     return out
