@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
 from support.cores import cap_for, greedy
 from support.tiny import oracle, tiny_checkpoint, tiny_prompts
 
+from rimuru.engine.config import EngineConfig
+from rimuru.engine.core import plan_for
 from rimuru.engine.llm import LLM
 from rimuru.engine.request import FinishReason, SamplingParams
-from rimuru.errors import RequestError
+from rimuru.errors import ConfigError, MemoryPlanError, RequestError
 
 PROMPT = tiny_prompts((20,))[0]
 
@@ -101,3 +104,60 @@ def test_a_lone_request_grows_though_each_expert_that_leaves_shares_its_huge_pag
         assert b.finish("lone") == FinishReason.LENGTH, b.outputs["lone"][-1].error
         assert b.tokens("lone") == oracle(tiny_checkpoint(family), prompts, 180)[0][0]
         b.outputs.clear()
+
+
+@pytest.mark.parametrize("experts", [0, 5])
+def test_static_keeps_its_number_of_experts_also_where_all_would_fit(bench, experts):
+    b = bench("mixtral", memory_policy="static", resident_experts=experts)
+    assert b.core.store.resident.sum() == experts
+    b.add("a", PROMPT)
+    b.run()
+    assert b.tokens("a") == oracle(tiny_checkpoint("mixtral"), [PROMPT], 12)[0][0]
+    assert b.core.store.resident.sum() == experts
+
+
+def test_a_block_larger_than_an_expert_is_refused_with_one_that_starts(bench):
+    with pytest.raises(ConfigError, match=r"--block-size 256.*--block-size \d+ works") as error:
+        bench("mixtral", block_size=256)
+    size = int(re.findall(r"--block-size (\d+) works", str(error.value))[0])
+    b = bench("mixtral", block_size=size)
+    b.add("a", PROMPT)
+    b.run()
+    assert b.tokens("a") == oracle(tiny_checkpoint("mixtral"), [PROMPT], 12)[0][0]
+
+
+def smallest_start(family: str, **options) -> int:
+    """The cap that the refusal of a hopeless one suggests."""
+    with pytest.raises(MemoryPlanError) as error:
+        plan_for(EngineConfig(str(tiny_checkpoint(family)), device="cpu", device_memory=1, **options))
+    return int(re.findall(r"what would start: --device-memory (\d+)", str(error.value))[0])
+
+
+# 7 tokens a block: two page classes. 20: pages cut from huge pages of four experts. 12 experts stay.
+@pytest.mark.parametrize(
+    ("family", "block"), [("mixtral", 7), ("mixtral", 14), ("qwen3_moe", 20), ("olmoe", 13)]
+)
+@pytest.mark.parametrize("host_experts", [None, 19])
+def test_the_longest_request_promised_by_the_smallest_start_is_served(bench, family, block, host_experts):
+    options = {"block_size": block, "max_num_seqs": 2, "max_num_batched_tokens": 64, "dtype": "float32"}
+    if host_experts is not None:
+        plan = plan_for(EngineConfig(str(tiny_checkpoint(family)), device="cpu", **options))
+        options["host_memory"] = host_experts * plan.geometry.classes[plan.expert_class].page_bytes
+    b = bench(family, device_memory=smallest_start(family, **options), max_model_len=None, **options)
+    limit = b.plan.max_request_tokens
+    assert limit >= block
+    length = min(limit, 150)
+    prompt = tiny_prompts((length - 4,))[0]
+    b.add("first", prompt, greedy(limit - len(prompt)) if limit < 300 else greedy(4))
+    b.add("second", prompt, greedy(4))
+    b.run(limit=400)
+    want = oracle(tiny_checkpoint(family), [prompt], 4)[0][0]
+    assert b.tokens("first")[:4] == b.tokens("second") == want
+
+
+def test_the_suggested_cap_starts_where_it_takes_from_the_host_copies(monkeypatch):
+    # 3 MB in all for device and host copies: of what the device gets the copies have to do without.
+    monkeypatch.setattr("rimuru.engine.core.host_available", lambda: 3_000_000)
+    options = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "dtype": "float32", "max_model_len": 64}
+    cap = smallest_start("mixtral", **options)
+    plan_for(EngineConfig(str(tiny_checkpoint("mixtral")), device="cpu", device_memory=cap, **options))

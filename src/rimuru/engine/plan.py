@@ -7,7 +7,9 @@ table and with values that do start.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from bisect import bisect_right
+from dataclasses import dataclass, field, replace
+from math import ceil
 
 from rimuru.errors import ConfigError, MemoryPlanError
 from rimuru.models.config import ModelConfig
@@ -36,6 +38,8 @@ class KVUnits:
     per_expert: int  # units cut from one expert's page
     page_bytes: int  # pool bytes of one unit
     experts_per_huge: int
+    # Of each page class of a block: its pages, how many a parent holds, the parent in expert pages.
+    parents: tuple[tuple[float, int, int], ...]
 
     @classmethod
     def of(cls, geometry: Geometry, expert_class: int) -> KVUnits:
@@ -45,14 +49,27 @@ class KVUnits:
         alike = max(costs) == min(costs)
         unit = costs[0] if alike else sum(costs)
         expert = geometry.cost(expert_class)
+        parents = []
+        for c in sorted({g.page_class for g in groups}):
+            n = sum(block / g.block_tokens for g in groups if g.page_class == c)
+            parent = geometry.classes[c].parent
+            size = geometry.cost(c if parent is None else parent)
+            parents.append((n, geometry.classes[c].per_parent or 1, round(size / expert)))
         return cls(
             per_block=len(costs) if alike else 1, per_expert=int(expert / unit + 1e-6),
             page_bytes=int(unit), experts_per_huge=round(geometry.huge_bytes / expert),
+            parents=tuple(parents),
         )  # fmt: skip
+
+    def pages_for(self, blocks: int) -> int:
+        """Expert-size pages that hold so many blocks: each page class in parents of its own."""
+        return sum(ceil(blocks * n / per) * size for n, per, size in self.parents)
 
     def blocks_in(self, expert_pages: int) -> int:
         """Blocks that so many expert-size pages hold."""
-        return max(0, expert_pages) * self.per_expert // self.per_block
+        # What the scarcest class allows alone is the most; rounding to whole parents may take from it.
+        most = min(int(max(0, expert_pages) // size * per / n) for n, per, size in self.parents)
+        return bisect_right(range(1, most + 1), expert_pages, key=self.pages_for)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,12 +308,18 @@ def plan_memory(
         workspace, tables = reserve, 0
     fixed = weights + workspace + tables
     units = KVUnits.of(geometry, expert_class)
+    if units.per_expert < 1:
+        raise ConfigError(
+            f"--block-size {config.block_size}: the KV of one block takes {show(units.page_bytes)}, but "
+            f"an expert that leaves makes room for {show(geometry.classes[expert_class].page_bytes)}"
+            + _smaller_block(sizes.spec, config.block_size)
+        )
 
     one_state = state_pages(geometry, units, 1)
 
     def roots(experts: int, kv_blocks: int, states: int = 1) -> int:
         """Huge pages that hold so many experts, blocks and states, each kind in parents of its own."""
-        pages = experts + -(-kv_blocks * units.per_block // units.per_expert)
+        pages = experts + units.pages_for(kv_blocks)
         return -(-(pages + state_pages(geometry, units, states)) // units.experts_per_huge)
 
     everything = roots(total, config.max_num_seqs * blocks, config.max_num_seqs)
@@ -307,13 +330,20 @@ def plan_memory(
     huge = max(0, cap - fixed) // geometry.huge_bytes
 
     expert_bytes = geometry.classes[expert_class].page_bytes
-    budget = config.host_memory
-    if budget is None:
-        budget = max(0, int(host_available * 0.8) - (cap if device_is_host else 0))
-    # Where everything fits at once no expert can ever have to leave, and none needs a copy.
-    can_lend = huge < everything and config.memory_policy != "fixed"
-    lendable = min(total, budget // expert_bytes) if can_lend else 0
+    kept = total if config.resident_experts is None else config.resident_experts
 
+    def lendable_under(cap: int) -> int:
+        """Experts that get a host copy."""
+        # Where everything fits at once no expert can ever have to leave, and none needs a copy.
+        fits = max(0, cap - fixed) // geometry.huge_bytes >= everything and kept >= total
+        if fits or config.memory_policy == "fixed":
+            return 0
+        budget = config.host_memory
+        if budget is None:
+            budget = max(0, int(host_available * 0.8) - (cap if device_is_host else 0))
+        return min(total, budget // expert_bytes)
+
+    lendable = lendable_under(cap)
     policy = make_boundary(config)
     # A length the user asked for is a promise; the model's own length is only a wish.
     least_blocks = blocks if config.max_model_len else 1
@@ -321,7 +351,7 @@ def plan_memory(
         pool_pages=huge * units.experts_per_huge, expert_total=total, expert_lendable=lendable,
         expert_floor=0, expert_page_bytes=expert_bytes, kv_page_bytes=units.page_bytes,
         kv_per_expert=units.per_expert,
-        kv_min=least_blocks * units.per_block + one_state * units.per_expert,
+        kv_min=units.pages_for(least_blocks) * units.per_expert + one_state * units.per_expert,
     )  # fmt: skip
     floor = policy.least_resident(capacity)
     if huge < roots(floor, least_blocks):
@@ -337,7 +367,10 @@ def plan_memory(
         ]  # fmt: skip
         if one_state:
             parts.append(("state of one request", one_state * expert_bytes, "recurrent layers"))
-        starts = fixed + roots(floor, least_blocks) * geometry.huge_bytes
+        starts = 0
+        while starts < (starts := fixed + roots(floor, least_blocks) * geometry.huge_bytes):
+            # A larger cap may leave the host copies less, so that more experts must stay.
+            floor = policy.least_resident(replace(capacity, expert_lendable=lendable_under(starts)))
         raise MemoryPlanError(_refusal(config, cap, starts, parts, lendable < total))
     resident = policy.start(capacity)
     reachable = units.blocks_in(capacity.pool_pages - floor - one_state) * config.block_size
@@ -359,6 +392,17 @@ def plan_memory(
         max_num_batched_tokens=config.max_num_batched_tokens, notes=notes,
         state_bytes=round(sum(geometry.cost(g.page_class) for g in state_groups(geometry))),
     )  # fmt: skip
+
+
+def _smaller_block(spec: PoolSpec, block: int) -> str:
+    """The rest of a refusal: a block size that works, where there is one."""
+    while block > 1:
+        block //= 2
+        attention = tuple(replace(a, block_tokens=block) for a in spec.attention)
+        geometry = plan_geometry(replace(spec, attention=attention))
+        if KVUnits.of(geometry, geometry.class_of(Kind.EXPERT)).per_expert:
+            return f"; --block-size {block} works"
+    return ""
 
 
 def _refusal(
