@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import threading
 import time
 
 import pytest
@@ -10,10 +12,11 @@ from support.cores import cap_for, greedy
 from support.tiny import oracle, tiny_checkpoint, tiny_prompts
 
 from rimuru.engine.config import EngineConfig
-from rimuru.engine.core import plan_for
+from rimuru.engine.core import EngineCore, plan_for
+from rimuru.engine.inprocess import InProcessClient
 from rimuru.engine.llm import LLM
 from rimuru.engine.request import FinishReason, SamplingParams
-from rimuru.errors import ConfigError, MemoryPlanError, RequestError
+from rimuru.errors import ConfigError, EngineDeadError, MemoryPlanError, RequestError
 
 PROMPT = tiny_prompts((20,))[0]
 
@@ -161,3 +164,40 @@ def test_the_suggested_cap_starts_where_it_takes_from_the_host_copies(monkeypatc
     options = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "dtype": "float32", "max_model_len": 64}
     cap = smallest_start("mixtral", **options)
     plan_for(EngineConfig(str(tiny_checkpoint("mixtral")), device="cpu", device_memory=cap, **options))
+
+
+def test_a_pool_beyond_the_machine_is_a_plain_error(bench):
+    with pytest.raises(MemoryPlanError, match="lower --device-memory"):
+        bench("mixtral", device_memory=10**15)
+
+
+def test_statistics_nobody_reads_stay_bounded(bench, monkeypatch):
+    monkeypatch.setattr("rimuru.engine.core.MAX_UNREAD", 8)
+    b = bench("mixtral", max_num_seqs=2)
+    for i in range(20):
+        b.add(f"r{i}", PROMPT, greedy(2))
+    b.run()
+    stats = b.core.stats()
+    assert 4 <= len(stats.finished) <= 8
+    assert 4 <= len(stats.step_tokens) <= 8
+
+
+def test_a_first_step_that_hangs_fails_the_health_check(monkeypatch):
+    monkeypatch.setattr("rimuru.engine.inprocess.STALL_SECONDS", 0.2)
+    let_go = threading.Event()
+    monkeypatch.setattr(EngineCore, "step", lambda self: let_go.wait(30) and [])
+
+    async def hang() -> None:
+        path = str(tiny_checkpoint("mixtral"))
+        client = InProcessClient(EngineConfig(path, device="cpu", max_num_seqs=2, max_num_batched_tokens=16))
+        await client.start()
+        stream = client.generate("a", PROMPT, greedy())
+        waiting = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0.5)
+        with pytest.raises(EngineDeadError, match="one step has taken"):
+            await client.check_health()
+        waiting.cancel()
+        let_go.set()
+        await client.close()
+
+    asyncio.run(hang())

@@ -18,7 +18,7 @@ import torch
 from rimuru import kernels
 from rimuru.cache.kv import KVCache
 from rimuru.cache.state import StateCache
-from rimuru.errors import RequestError
+from rimuru.errors import MemoryPlanError, RequestError
 from rimuru.experts.store import ExpertStore
 from rimuru.kernels.types import KVLayout, KVView, RecurrentView, StateLayout, StateView
 from rimuru.models.config import ModelConfig, load_model_config
@@ -46,6 +46,8 @@ from .stats import EngineStats, PoolStats
 logger = logging.getLogger("rimuru.engine")
 
 NAMED_MODELS = {"demo": "rimuru.demo.build:ensure_demo"}
+
+MAX_UNREAD = 65_536  # samples kept for `stats` while nobody asks for it
 
 Progress = Callable[[str, float], None]
 
@@ -120,7 +122,14 @@ class EngineCore:
 
     def _build(self, path, model: ModelConfig, report: Progress) -> None:
         config, plan, geometry = self.config, self.plan, self.plan.geometry
-        self.arena = Arena(plan.pool_bytes, self.device)
+        try:
+            self.arena = Arena(plan.pool_bytes, self.device)
+        except RuntimeError as error:  # also torch.OutOfMemoryError
+            free = available_memory(self.device)
+            raise MemoryPlanError(
+                f"a pool of {plan.pool_bytes} bytes does not fit {self.device}, which has {free} bytes; "
+                f"lower --device-memory (now {plan.device_bytes})"
+            ) from error
         allocator = Allocator(geometry, plan.pool_bytes)
         slots, blocks = config.max_num_seqs, -(-plan.max_model_len // config.block_size)
         kv_groups = geometry.groups_of(Kind.KV)
@@ -278,6 +287,9 @@ class EngineCore:
         self.memory.after_step(self._touched_counts(), self.scheduler, now, now - began)
         self.steps += 1
         self._step_tokens.append(plan.num_tokens)
+        for unread in (self._step_tokens, self.scheduler.samples):
+            if len(unread) > MAX_UNREAD:
+                del unread[: MAX_UNREAD // 2]
         if self.config.debug_pool:
             self.check()
         return refused + outputs

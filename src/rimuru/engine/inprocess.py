@@ -85,7 +85,8 @@ class InProcessClient(StreamingClient):
                 command(core)
                 wait = False
             self._beat = time.monotonic()
-            if core.has_work:
+            self._busy = core.has_work
+            if self._busy:
                 outputs = core.step()
                 if outputs:
                     self._post(self._dispatch, outputs)
