@@ -18,6 +18,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Protocol
 
 from rimuru.pool import Allocator, CorruptPoolError, Shortage
@@ -127,6 +128,15 @@ class KVCache:
         """Blocks by state, for gauges."""
         idle, reserved = self._idle.count, self.reserved_blocks()
         return BlockCounts(self._taken - idle - reserved, idle, reserved, self.free_blocks())
+
+    def spare_pages(self, cls: int) -> list[int]:
+        """Pages of a class reserved ahead or with a cached prefix nobody reads: what others may have."""
+        groups = self._groups_of.get(cls, [])
+        out = [block.pages[group] for run in self._idle.runs() for block in run for group in groups]
+        for held, row in zip(self.held, self._rows, strict=True):
+            for group in groups:
+                out += row[group][held:]
+        return out
 
     def row(self, slot: int, group: int = 0) -> list[int]:
         """The pages a slot uses, in order (a copy)."""
@@ -380,12 +390,12 @@ class KVCache:
         for slot, row in enumerate(self._rows):
             for group in groups:
                 if not new.keys().isdisjoint(row[group]):
-                    row[group][:] = array("i", [new.get(page, page) for page in row[group]])
+                    row[group] = array("i", [new.get(page, page) for page in row[group]])
                     if self._tables is not None:
                         self._tables.stage_row(group, slot, 0, row[group])
-        blocks = {id(b): b for shared in self._shared for b in shared}
-        blocks.update((id(b), b) for run in self._idle.runs() for b in run)
-        for block in blocks.values():
+        listed = chain(self._shared, self._idle.runs())
+        touched = [b for run in listed for b in run if not new.keys().isdisjoint(b.pages)]
+        for block in touched:  # one that two slots share comes twice, which no page minds: targets are free
             block.pages = tuple(
                 new.get(page, page) if group in groups else page for group, page in enumerate(block.pages)
             )

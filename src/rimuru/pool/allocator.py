@@ -566,7 +566,7 @@ class Allocator:
     def load(self, cls: int, parent: int) -> int:
         """Used pages of a parent cut for this class."""
         level = self._levels[cls]
-        return level.per - len(level.split[parent])
+        return level.per - len(level.split.get(parent, _FULL))
 
     def parents(self, cls: int) -> int:
         """Parents cut for this class."""
