@@ -139,3 +139,16 @@ def test_a_staging_buffer_in_flight_is_not_overwritten():
         for event, (live, copy) in zip(events, seen, strict=True):
             assert event.passed or torch.equal(live, copy), "overwritten while in flight"
     assert [e.passed for e in events] == [True, False, False]
+
+
+def test_a_page_with_an_owner_is_not_given_back_as_nobodys():
+    plan = every_kind()
+    pool = Allocator(plan, 4 * plan.huge_bytes)
+    cls = plan.groups_of(Kind.KV)[0].page_class
+    mine, nobodys = pool.take(cls, 2 * plan.classes[cls].per_parent, "me"), pool.take(cls, 3, None)
+    with pytest.raises(ForeignPageError, match="held by 'me'"):
+        pool.give(cls, [nobodys[0], mine[0]], None)
+    pool.check()
+    pool.give(cls, nobodys, None)
+    pool.give(cls, mine, "me")
+    assert pool.whole_free() == pool.roots

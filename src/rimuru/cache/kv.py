@@ -10,6 +10,9 @@ A *block* is `block_tokens` tokens of a sequence and owns one page per layer gro
 
 A block of its own is known by its first group's page. Blocks that were never published need no record:
 they have one user, the slot in whose row they stand.
+
+Longer than 500 lines because growth, sharing, eviction and moves edit the same rows and counts; the
+order of eviction is in `idle`, the keys are in `prefix`, the choice of moves is the pool's.
 """
 
 from __future__ import annotations

@@ -6,6 +6,9 @@ Room: the pool. Rule: integers only. A page is the index of its first grain; a f
 Placement: an owner keeps taking from the parent it took from last; then whole parents for as many
 pages as fill them; then the open parent with the fewest free pages that are enough, so that nearly
 full parents fill up and nearly empty ones get the chance to come back whole.
+
+Longer than 500 lines because every method here reads and writes the same counters; what only reads
+them is in `audit`, what they are in `levels`, the choice of moves in `compact`.
 """
 
 from __future__ import annotations
@@ -16,8 +19,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
+from .audit import audit
 from .errors import (
-    CorruptPoolError,
     DoubleFreeError,
     ForeignPageError,
     GeometryError,
@@ -25,9 +28,7 @@ from .errors import (
     WrongKindError,
 )
 from .geometry import MAX_GRAINS, Geometry, Kind
-
-_FULL: set[int] = set()  # the free pages of every parent that has none; never changed
-_ROOT = -1  # the root pages' parent
+from .levels import FULL, ROOT, Holding, Level
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,90 +57,6 @@ class Span(NamedTuple):
     state: str
 
 
-class _Holding:
-    """What one owner holds of a class, by parent.
-
-    Parents held whole are only listed in `whole`, and nowhere else in the books, until something
-    other than `give_all` concerns the owner (`_settle`): bulk work then costs little a parent.
-    """
-
-    __slots__ = ("parts", "tail", "whole")
-
-    def __init__(self) -> None:
-        self.whole = array("i")
-        self.parts: dict[int, set[int]] = {}
-        self.tail = _ROOT - 1  # the parent taken from last
-
-
-class _Level:
-    """One page class at work."""
-
-    __slots__ = (
-        "buckets", "children", "cut", "filled", "free", "held", "index", "kind", "limit", "limited", "name",
-        "pages", "parent", "per", "quick", "simple", "span", "split", "stack", "stride", "used",
-    )  # fmt: skip
-
-    def __init__(
-        self, index: int, name: str, kind: Kind | None, stride: int, per: int, parent: _Level | None
-    ):
-        self.index, self.name, self.kind = index, name, kind
-        self.stride = stride  # grains from page to page
-        self.per = per  # pages in a parent
-        self.span = stride * per  # grains of a parent that are used
-        self.parent = parent
-        self.simple = parent is not None and parent.parent is None  # cut from the root
-        self.quick = parent if self.simple else None  # the root, where no limit is in the way
-        self.children: list[_Level] = []
-        self.split: dict[int, set[int]] = {}  # parent -> its free pages; those held whole are not here
-        self.pages = array("i")  # all pages of all parents, where those are root pages; see `pages_of`
-        self.cut = 0  # parents cut for this level, those held whole included
-        self.stack = array("i")  # of the root's free pages those that merged last, see `_unstack`
-        # Open parents by how many free pages they have, and a bit for each bucket that is not empty.
-        self.buckets: list[dict[int, None]] = [{} for _ in range(per)] if parent else []
-        self.filled = 0
-        self.free = 0  # pages free inside split parents
-        self.used = 0  # pages held by owners
-        self.held: dict[Hashable, _Holding] = {}
-        self.limit: int | None = None
-        self.limited = False  # by `limit` or its kind's
-
-    def file(self, parent: int, before: int, after: int) -> None:
-        """Move a parent from one bucket to another; 0 and `per` are no buckets."""
-        if self.parent is None:
-            return
-        if 0 < before < self.per:
-            bucket = self.buckets[before]
-            del bucket[parent]
-            if not bucket:
-                self.filled &= ~(1 << before)
-        if 0 < after < self.per:
-            self.buckets[after][parent] = None
-            self.filled |= 1 << after
-
-    def range_of(self, parent: int) -> range:
-        first = 0 if parent == _ROOT else parent
-        return range(first, first + self.span, self.stride)
-
-    def list_pages(self) -> None:
-        """Make the array of all pages of all root pages."""
-        assert self.parent is not None
-        for page in self.parent.range_of(_ROOT):
-            self.pages.extend(self.range_of(page))
-
-    def pages_of(self, parent: int) -> array[int]:
-        """All pages of a parent.
-
-        Cut from one array, not made or kept one by one: the cost of taking a parent is that of the
-        cache lines it touches.
-        """
-        if not self.simple or self.parent is None:
-            return array("i", self.range_of(parent))
-        if not self.pages:
-            self.list_pages()
-        start = parent // self.parent.stride * self.per
-        return self.pages[start : start + self.per]
-
-
 class Allocator:
     """The page pool's books for one arena of `pool_bytes`, planned by `geometry`.
 
@@ -161,16 +78,16 @@ class Allocator:
             )
         self.geometry = geometry
         self.roots = roots
-        self._levels: list[_Level] = []
+        self._levels: list[Level] = []
         for i, c in enumerate(geometry.classes):
             parent = None if c.parent is None else self._levels[c.parent]
             per = roots if parent is None else c.per_parent
-            level = _Level(i, c.name, c.kind, geometry.page_grains(i), per, parent)
+            level = Level(i, c.name, c.kind, geometry.page_grains(i), per, parent)
             if parent is not None:
                 parent.children.append(level)
             self._levels.append(level)
         root = self._levels[0]
-        root.split[_ROOT] = set(root.range_of(_ROOT))
+        root.split[ROOT] = set(root.range_of(ROOT))
         root.free = roots
         self._kind_limits: dict[Kind, int] = {}
         self._by_kind = {k: [lv for lv in self._levels if lv.kind == k] for k in Kind}
@@ -280,7 +197,7 @@ class Allocator:
         self._unstack(level)
         holding = level.held.get(owner)
         if holding is None:
-            holding = _Holding()
+            holding = Holding()
             if owner is not None:
                 level.held[owner] = holding
         tail = holding.tail if near is None else self._parent_of(level, near)
@@ -300,7 +217,7 @@ class Allocator:
                 parents = self._new_parents(level, whole)
                 pages += chain.from_iterable(map(level.pages_of, parents))
                 if owner is None:
-                    level.split.update(dict.fromkeys(parents, _FULL))
+                    level.split.update(dict.fromkeys(parents, FULL))
                 else:
                     holding.whole.extend(parents)
                 need = n - len(pages)
@@ -331,7 +248,7 @@ class Allocator:
             if near is not None and level.split.get(near - near % root.stride):
                 return None
             if owner is not None:
-                holding = level.held[owner] = _Holding()
+                holding = level.held[owner] = Holding()
         elif holding.parts:
             return None
         root.free -= parents
@@ -343,46 +260,46 @@ class Allocator:
         if parents == 1 and root.stack:
             parent = root.stack.pop()
             if holding is None:
-                level.split[parent] = _FULL
+                level.split[parent] = FULL
             else:
                 holding.whole.append(parent)
             start = parent // stride * per
             return pages[start : start + per]
         fresh = self._pop_roots(root, parents)
         if holding is None:
-            level.split.update(dict.fromkeys(fresh, _FULL))
+            level.split.update(dict.fromkeys(fresh, FULL))
         else:
             holding.whole += fresh
         starts = [parent // stride * per for parent in fresh]
         return array("i", b"".join([pages[start : start + per] for start in starts]))
 
     @staticmethod
-    def _pop_roots(root: _Level, n: int) -> array[int]:
+    def _pop_roots(root: Level, n: int) -> array[int]:
         """Remove `n` of the root's free pages; `free` is the caller's to count."""
         stack = root.stack
         if len(stack) >= n:
             pages = stack[-n:]
             del stack[-n:]
             return pages
-        pop = root.split[_ROOT].pop
+        pop = root.split[ROOT].pop
         pages = stack[:]
         pages.extend([pop() for _ in range(n - len(stack))])
         del stack[:]
         return pages
 
     @staticmethod
-    def _unstack(level: _Level) -> None:
+    def _unstack(level: Level) -> None:
         """Enter the root's stacked pages into its set of free pages, where single ones can be found."""
         if level.stack:
-            level.split[_ROOT].update(level.stack)
+            level.split[ROOT].update(level.stack)
             del level.stack[:]
 
-    def _choose(self, level: _Level, need: int, ahead: int) -> int | None:
+    def _choose(self, level: Level, need: int, ahead: int) -> int | None:
         """The parent to draw from: an open one with room for all, a new one (None), an open one with
         room for what is needed, the emptiest open one. Among equals the fullest."""
         up = level.parent
         if up is None:
-            return _ROOT
+            return ROOT
         filled = level.filled
         if need + ahead < level.per:
             enough = filled >> need + ahead << need + ahead
@@ -393,12 +310,12 @@ class Allocator:
         return self._choose_open(level, need)
 
     @staticmethod
-    def _choose_open(level: _Level, need: int) -> int:
+    def _choose_open(level: Level, need: int) -> int:
         filled = level.filled
         enough = filled >> need << need or 1 << filled.bit_length() - 1
         return next(reversed(level.buckets[(enough & -enough).bit_length() - 1]))
 
-    def _draw_new(self, level: _Level, holding: _Holding, need: int, ahead: int, unit: int) -> list[int]:
+    def _draw_new(self, level: Level, holding: Holding, need: int, ahead: int, unit: int) -> list[int]:
         """Cut a new parent and take up to `need` pages (and some ahead) of it into a holding."""
         (parent,) = self._new_parents(level, 1)
         n, per = need, level.per
@@ -408,7 +325,7 @@ class Allocator:
         n = min(n, per)
         every = level.pages_of(parent)
         pages = list(every[:n])
-        level.split[parent] = set(every[n:]) if n < per else _FULL
+        level.split[parent] = set(every[n:]) if n < per else FULL
         level.free += per - n
         level.file(parent, 0, per - n)
         holding.parts[parent] = set(pages)
@@ -416,7 +333,7 @@ class Allocator:
         return pages
 
     def _draw(
-        self, level: _Level, holding: _Holding, parent: int, need: int, ahead: int, unit: int
+        self, level: Level, holding: Holding, parent: int, need: int, ahead: int, unit: int
     ) -> list[int]:
         """Take up to `need` pages (and some ahead) of one split parent into a holding."""
         free = level.split[parent]
@@ -428,7 +345,7 @@ class Allocator:
         if n >= before:
             n = before
             pages = sorted(free)
-            level.split[parent] = set() if parent == _ROOT else _FULL
+            level.split[parent] = set() if parent == ROOT else FULL
             drawn = free
         else:
             pop = free.pop
@@ -444,7 +361,7 @@ class Allocator:
         holding.tail = parent
         return pages
 
-    def _new_parents(self, level: _Level, n: int) -> Sequence[int]:
+    def _new_parents(self, level: Level, n: int) -> Sequence[int]:
         """Up to `n` pages of the parent level, to be cut for `level`. They belong to no owner."""
         source = level.parent
         assert source is not None
@@ -455,7 +372,7 @@ class Allocator:
             return pages
         n = min(n, self._room(source))
         level.cut += n
-        nobody = _Holding()
+        nobody = Holding()
         out: list[int] = []
         while len(out) < n:
             # One at a time is fullest first: what is nearly full fills up, so that the rest can merge.
@@ -483,6 +400,9 @@ class Allocator:
         if holding is not None:
             self._settle(level, holding)
         else:
+            if owner is None:
+                for other in level.held.values():
+                    self._settle(level, other)
             for child in level.children:  # so that a page that is cut is known to be
                 for other in child.held.values():
                     self._settle(child, other)
@@ -492,6 +412,8 @@ class Allocator:
         for parent, mine in by_parent.items():
             if not self._may_give(level, parent, mine, owner, holding):
                 raise self._diagnosis(level, parent, mine, owner, holding)
+        if owner is None:
+            self._refuse_owned(level, by_parent)
         if holding is not None:
             for parent, mine in by_parent.items():
                 held = holding.parts[parent]
@@ -522,7 +444,7 @@ class Allocator:
         level = self._levels[cls]
         holding = level.held.pop(owner, None)
         if holding is not None and holding.whole:
-            level.split.update(dict.fromkeys(holding.whole, _FULL))
+            level.split.update(dict.fromkeys(holding.whole, FULL))
 
     def spans(self) -> list[Span]:
         """What lies where, in the order of addresses and without gaps: for maps and gauges."""
@@ -531,7 +453,7 @@ class Allocator:
         for level in self._levels:
             cut = {p for child in level.children for p in child.split}
             cut |= {p for child in level.children for h in child.held.values() for p in h.whole}
-            whole = {p: _FULL for holding in level.held.values() for p in holding.whole}
+            whole = {p: FULL for holding in level.held.values() for p in holding.whole}
             for parent, free in {**level.split, **whole}.items():
                 for page in level.range_of(parent):
                     if page not in cut:
@@ -566,7 +488,7 @@ class Allocator:
     def load(self, cls: int, parent: int) -> int:
         """Used pages of a parent cut for this class."""
         level = self._levels[cls]
-        return level.per - len(level.split.get(parent, _FULL))
+        return level.per - len(level.split.get(parent, FULL))
 
     def parents(self, cls: int) -> int:
         """Parents cut for this class."""
@@ -589,8 +511,8 @@ class Allocator:
             if not self._may_give(level, parent, pages, None, None):
                 raise self._diagnosis(level, parent, pages, None, None)
         for parent, pages in filled.items():
-            if not pages <= level.split.get(parent, _FULL):
-                page = min(pages - level.split.get(parent, _FULL))
+            if not pages <= level.split.get(parent, FULL):
+                page = min(pages - level.split.get(parent, FULL))
                 raise PageError(f"page {page} of class {level.name} is no free page to move to", page)
         if len(set(sources)) < len(sources) or len(set(targets)) < len(targets):
             raise PageError("a page is moved, or moved to, twice")
@@ -606,21 +528,21 @@ class Allocator:
         for parent, pages in filled.items():
             free = level.split[parent]
             before = len(free)
-            level.split[parent] = free - pages if len(pages) < before or parent == _ROOT else _FULL
+            level.split[parent] = free - pages if len(pages) < before or parent == ROOT else FULL
             level.free -= len(pages)
             level.file(parent, before, before - len(pages))
         self._put_back(level, given)
 
     @staticmethod
-    def _settle(level: _Level, holding: _Holding) -> None:
+    def _settle(level: Level, holding: Holding) -> None:
         """Enter parents held whole into the books like any other."""
         if holding.whole:
-            level.split.update(dict.fromkeys(holding.whole, _FULL))
+            level.split.update(dict.fromkeys(holding.whole, FULL))
             for parent in holding.whole:
                 holding.parts[parent] = set(level.pages_of(parent))
             holding.whole = array("i")
 
-    def _by_parent(self, level: _Level, pages: list[int]) -> dict[int, set[int]]:
+    def _by_parent(self, level: Level, pages: list[int]) -> dict[int, set[int]]:
         """Pages by the parent they lie in. Neighbours in the list are mostly neighbours in a parent."""
         by_parent: dict[int, set[int]] = {}
         start = stop = 0
@@ -635,17 +557,17 @@ class Allocator:
                 known = by_parent[parent] = set()
             mine = known
             mine.add(page)
-            if parent != _ROOT:
+            if parent != ROOT:
                 start, stop = parent, parent + level.span
         return by_parent
 
-    def _parent_of(self, level: _Level, page: int) -> int:
+    def _parent_of(self, level: Level, page: int) -> int:
         if level.parent is None:
-            return _ROOT
+            return ROOT
         if level.simple:
             return page - page % level.parent.stride
         chain = []
-        up: _Level | None = level.parent
+        up: Level | None = level.parent
         while up is not None:
             chain.append(up.stride)
             up = up.parent
@@ -655,12 +577,23 @@ class Allocator:
         return base
 
     @staticmethod
+    def _refuse_owned(level: Level, by_parent: Mapping[int, set[int]]) -> None:
+        """What is given back in nobody's name must not be somebody's."""
+        for owner, holding in level.held.items():
+            for parent, pages in by_parent.items():
+                if not pages.isdisjoint(holding.parts.get(parent, FULL)):
+                    page = min(pages & holding.parts[parent])
+                    raise ForeignPageError(
+                        f"page {page} is held by {owner!r} (class {level.name}, given back as nobody's)", page
+                    )
+
+    @staticmethod
     def _may_give(
-        level: _Level, parent: int, pages: set[int], owner: Hashable, holding: _Holding | None
+        level: Level, parent: int, pages: set[int], owner: Hashable, holding: Holding | None
     ) -> bool:
         if holding is not None:
             # What is held is taken, uncut and of this class.
-            return pages <= holding.parts.get(parent, _FULL)
+            return pages <= holding.parts.get(parent, FULL)
         if owner is not None:
             return False
         free = level.split.get(parent)
@@ -672,11 +605,11 @@ class Allocator:
 
     @staticmethod
     def _diagnosis(
-        level: _Level, parent: int, pages: set[int], owner: Hashable, holding: _Holding | None
+        level: Level, parent: int, pages: set[int], owner: Hashable, holding: Holding | None
     ) -> PageError:
         """Why `_may_give` refused, for the first page at fault."""
         free = level.split.get(parent)
-        mine = _FULL if holding is None else holding.parts.get(parent, _FULL)
+        mine = FULL if holding is None else holding.parts.get(parent, FULL)
         for page in sorted(pages):
             who = f"(class {level.name}, owner {owner!r})"
             if page not in level.range_of(parent):
@@ -691,20 +624,20 @@ class Allocator:
                 return ForeignPageError(f"page {page} is not held by its giver {who}", page, owner)
         raise AssertionError("refused without a reason")
 
-    def _put_back(self, level: _Level, by_parent: Mapping[int, set[int]]) -> None:
+    def _put_back(self, level: Level, by_parent: Mapping[int, set[int]]) -> None:
         """Make pages free again, without questions; merge the parents that become whole."""
         whole = []
         for parent, pages in by_parent.items():
             free = level.split[parent]
             before = len(free)
             after = before + len(pages)
-            if after == level.per and parent != _ROOT:
+            if after == level.per and parent != ROOT:
                 level.free -= before
                 level.file(parent, before, after)
                 del level.split[parent]
                 whole.append(parent)
             else:
-                if before or parent == _ROOT:
+                if before or parent == ROOT:
                     free.update(pages)
                 else:
                     level.split[parent] = pages
@@ -713,7 +646,7 @@ class Allocator:
         if whole:
             self._merge(level, whole)
 
-    def _merge(self, level: _Level, parents: Sequence[int]) -> None:
+    def _merge(self, level: Level, parents: Sequence[int]) -> None:
         """Hand whole parents back to the level they were cut from."""
         source = level.parent
         assert source is not None
@@ -729,7 +662,7 @@ class Allocator:
 
     # ---------------------------------------------------------------- arithmetic
 
-    def _room(self, level: _Level) -> int:
+    def _room(self, level: Level) -> int:
         """Pages free or obtainable by cutting, limits on holding aside."""
         room, each, up = level.free, level.per, level.parent
         while up is not None:
@@ -738,7 +671,7 @@ class Allocator:
             up = up.parent
         return room
 
-    def _allowed(self, level: _Level) -> int:
+    def _allowed(self, level: Level) -> int:
         """Pages the limits still allow; negative where more are held."""
         allowed = MAX_GRAINS if level.limit is None else level.limit - level.used
         if level.kind is not None and level.kind in self._kind_limits:
@@ -767,50 +700,5 @@ class Allocator:
 
     def check(self) -> None:
         """Recount everything; `CorruptPoolError` where the books contradict themselves."""
-
-        def require(truth: bool, what: str) -> None:
-            if not truth:
-                raise CorruptPoolError(what)
-
-        require(not _FULL, "the shared empty set was written to")
         self._unstack(self._levels[0])
-        for level in self._levels:
-            name, up = level.name, level.parent
-            filed = {p: n for n, b in enumerate(level.buckets) for p in b}
-            bits = sum(1 << n for n, b in enumerate(level.buckets) if b)
-            require(bits == level.filled, f"{name}: bucket bits differ from buckets")
-            owned: dict[int, set[int]] = {}
-            for owner, holding in level.held.items():
-                for parent, mine in (
-                    *((p, set(level.range_of(p))) for p in holding.whole), *holding.parts.items()
-                ):  # fmt: skip
-                    seen = owned.setdefault(parent, set())
-                    require(bool(mine), f"{name}: {owner!r} holds an empty part of {parent}")
-                    require(not seen & mine, f"{name}: pages {sorted(seen & mine)} have two owners")
-                    seen |= mine
-            whole = [p for holding in level.held.values() for p in holding.whole]
-            require(not any(p in level.split for p in whole), f"{name}: a parent held whole is listed twice")
-            cut = {**level.split, **dict.fromkeys(whole, _FULL)}
-            require(owned.keys() <= cut.keys(), f"{name}: pages of uncut parents have owners")
-            for parent, pages in cut.items():
-                require(pages <= set(level.range_of(parent)), f"{name}: parent {parent} lists foreign pages")
-                require(not pages & owned.get(parent, set()), f"{name}: free pages of {parent} have an owner")
-                if up is not None:
-                    require(len(pages) < level.per, f"{name}: parent {parent} is whole but not merged")
-                    require(filed.get(parent, 0) == len(pages), f"{name}: parent {parent} is misfiled")
-                    home = self._parent_of(up, parent)
-                    require(
-                        home in up.split and parent not in up.split[home],
-                        f"{name}: cut parent {parent} counts as free one level up",
-                    )
-                    require(
-                        not any(parent in h.parts.get(home, ()) or home in h.whole for h in up.held.values()),
-                        f"{name}: cut parent {parent} has an owner one level up",
-                    )
-            require(filed.keys() <= cut.keys(), f"{name}: a bucket lists a parent that is not cut")
-            free = sum(map(len, cut.values()))
-            require(free == level.free, f"{name}: {free} pages are free, {level.free} counted")
-            require(up is None or len(cut) == level.cut, f"{name}: {len(cut)} parents, {level.cut} counted")
-            used = len(cut) * level.per - free - sum(child.cut for child in level.children)
-            require(used == level.used, f"{name}: {used} pages are used, {level.used} counted")
-            require(sum(map(len, owned.values())) <= used, f"{name}: more pages have owners than are used")
+        audit(self._levels, self._parent_of)
