@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rimuru.cache.kv import KVCache
+from rimuru.cache.state import StateCache
 from rimuru.engine.budget import PromptBudget
 from rimuru.engine.config import EngineConfig
 from rimuru.engine.memory import Memory
@@ -23,7 +24,7 @@ from rimuru.models.config import DTYPE_BYTES, ModelConfig
 from rimuru.policy.boundary import make_policy
 from rimuru.policy.cost import GPU, CostModel, Factors, ModelCost, Step
 from rimuru.policy.residency import ResidencyPolicy
-from rimuru.pool import Allocator
+from rimuru.pool import Allocator, Kind
 
 from .experts import CountedExperts
 from .routing import Routing
@@ -111,8 +112,9 @@ class Simulation:
             layers, model.num_experts, allocator=allocator, page_class=plan.expert_class,
             lendable=plan.experts_lendable, resident=plan.experts_resident,
         )  # fmt: skip
+        kv_groups = [g.page_class for g in geometry.groups_of(Kind.KV)]
         cache = KVCache(
-            allocator, [g.page_class for g in geometry.groups], config.block_size, config.max_num_seqs,
+            allocator, kv_groups, config.block_size, config.max_num_seqs,
             -(-plan.max_model_len // config.block_size), None, config.enable_prefix_caching,
         )  # fmt: skip
         boundary = make_policy(
@@ -120,7 +122,11 @@ class Simulation:
             max_boundary_wait=config.max_boundary_wait, ttft_slo_ms=ttft_slo_ms, itl_slo_ms=itl_slo_ms,
         )  # fmt: skip
         residency = ResidencyPolicy(layers, model.num_experts)
-        self.memory = Memory(cache, self.experts, residency, boundary, plan)
+        states = None
+        if plan.state_groups:
+            state_groups = [g.page_class for g in plan.state_groups]
+            states = StateCache(allocator, state_groups, config.max_num_seqs)
+        self.memory = Memory(cache, self.experts, residency, boundary, plan, states=states)
         self.memory.know(self.cost)
         budget = PromptBudget(_s(ttft_slo_ms), _s(itl_slo_ms)) if gather else None
         self.scheduler = Scheduler(
