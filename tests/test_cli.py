@@ -161,7 +161,7 @@ def test_a_missing_server_dependency_names_the_extra(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "fastapi" else object())
     code, _, err = run(capsys, "serve", "m")
     assert code == 1
-    assert "pip install 'rimuru-serve[server]'" in err
+    assert "pip install '.[server]'" in err
 
 
 def test_chat_without_a_server_says_how_to_start_one(capsys: pytest.CaptureFixture[str]) -> None:

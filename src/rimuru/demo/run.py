@@ -86,7 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def need_extras() -> None:
     for module in ("gguf", "rich", "httpx", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(module) is None:
-            raise RimuruError(f"{module} is not installed: pip install 'rimuru-serve[server,demo]'")
+            raise RimuruError(
+                f"{module} is not installed: `make setup`, or pip install '.[server,demo]' in the checkout"
+            )
 
 
 @contextlib.contextmanager

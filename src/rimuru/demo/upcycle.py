@@ -37,7 +37,7 @@ def upcycle(source: Path, target: Path, progress: bool = True) -> None:
     try:
         from gguf import GGUFReader
     except ImportError as error:
-        raise RimuruError("building the demo model needs `pip install 'rimuru-serve[demo]'`") from error
+        raise RimuruError("building the demo model needs `pip install '.[demo]' in the checkout`") from error
     reader = GGUFReader(source)
     header = {name: field.contents() for name, field in reader.fields.items()}
     stored = {tensor.name: tensor for tensor in reader.tensors}

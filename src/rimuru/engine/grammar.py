@@ -102,7 +102,7 @@ class Grammars:
         if importlib.util.find_spec("xgrammar") is None:
             raise RequestError(
                 "constrained output needs xgrammar, which is not installed here: "
-                "pip install 'rimuru-serve[server]'",
+                "pip install '.[server]' in the checkout",
                 grammar.param,
             )
         _check_size(grammar)

@@ -171,9 +171,10 @@ class MemoryPlan:
             ("KV tokens at start / reachable", f"{self.kv_tokens:,} / {self.kv_tokens_reachable:,}"),
             *([("recurrent state of a request", show(self.state_bytes))] if self.state_bytes else []),
         ]
-        for name, tokens in (("512", 512), ("4,096", 4096), ("full length", self.max_model_len)):
+        lengths = [n for n in (512, 4096) if n < self.max_model_len]
+        for tokens in (*lengths, self.max_model_len):
             fits = f"{self.requests_of(tokens, False):,} / {self.requests_of(tokens, True):,}"
-            rows.append((f"requests of {name} tokens", fits))
+            rows.append((f"requests of {tokens:,} tokens, start / reachable", fits))
         width = max(len(name) for name, _ in rows)
         lines = [f"{name:<{width}}  {value}" for name, value in rows]
         return "\n".join([*lines, *(f"note: {n}" for n in self.notes), "", self.geometry.describe()])
@@ -363,7 +364,10 @@ def plan_memory(
                 "experts that must stay", roots(floor, 0, 0) * geometry.huge_bytes,
                 f"{floor:,} of {total:,}: policy {config.memory_policy}, {lendable:,} have a host copy",
             ),
-            ("KV of one request", least_blocks * units.per_block * units.page_bytes, f"length {max_len:,}"),
+            (
+                "KV of one request", least_blocks * units.per_block * units.page_bytes,
+                f"of {least_blocks * config.block_size:,} tokens",
+            ),
         ]  # fmt: skip
         if one_state:
             parts.append(("state of one request", one_state * expert_bytes, "recurrent layers"))
@@ -371,10 +375,22 @@ def plan_memory(
         while starts < (starts := fixed + roots(floor, least_blocks) * geometry.huge_bytes):
             # A larger cap may leave the host copies less, so that more experts must stay.
             floor = policy.least_resident(replace(capacity, expert_lendable=lendable_under(starts)))
-        raise MemoryPlanError(_refusal(config, cap, starts, parts, lendable < total))
+        advice = [f"what would start: --device-memory {starts} ({show(starts)})"]
+        if least_blocks < blocks:
+            whole = starts + (roots(floor, blocks) - roots(floor, least_blocks)) * geometry.huge_bytes
+            advice.append(f"with one request of full length, {max_len:,} tokens: --device-memory {whole}")
+        if config.memory_policy in ("fixed", "static"):
+            advice.append("or --memory-policy reactive: experts that do not fit stay in host memory")
+        elif lendable < total:
+            every = total * expert_bytes
+            advice.append(
+                f"or --host-memory {every} ({show(every)}), so that every expert may leave the device; by default "
+                f"it is what this machine has to spare, {show(lendable * expert_bytes)}"
+            )
+        raise MemoryPlanError(_refusal(config, cap, parts, advice))
     resident = policy.start(capacity)
     reachable = units.blocks_in(capacity.pool_pages - floor - one_state) * config.block_size
-    notes = []
+    notes = list(sizes.notes)
     if reachable < max_len:
         full = fixed + roots(floor, blocks) * geometry.huge_bytes
         notes.append(
@@ -405,15 +421,8 @@ def _smaller_block(spec: PoolSpec, block: int) -> str:
     return ""
 
 
-def _refusal(
-    config: EngineConfig, cap: int, starts: int, parts: list[tuple[str, int, str]], more_host: bool
-) -> str:
+def _refusal(config: EngineConfig, cap: int, parts: list[tuple[str, int, str]], advice: list[str]) -> str:
     lines = [f"{show(cap)} of device memory ({cap} bytes) cannot start {config.model}; needed at least:"]
     for name, size, why in parts:
         lines.append(f"  {name:<26}{show(size):>12}" + (f"   ({why})" if why else ""))
-    lines.append(f"what would start: --device-memory {starts} ({show(starts)})")
-    if config.memory_policy in ("fixed", "static"):
-        lines.append("or --memory-policy reactive, which keeps experts in host memory where they do not fit")
-    elif more_host:
-        lines.append("or more --host-memory, so that more experts may leave the device")
-    return "\n".join(lines)
+    return "\n".join([*lines, *advice])

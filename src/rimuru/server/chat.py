@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         import httpx
     except ModuleNotFoundError:
         raise RimuruError(
-            "rimuru chat needs httpx, which is not installed: pip install 'rimuru-serve[server]'"
+            "rimuru chat needs httpx, which is not installed: pip install '.[server]' in the checkout"
         ) from None
     headers = {"authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     timeout = httpx.Timeout(10.0, read=None)
