@@ -50,8 +50,9 @@ demo: setup ## build the demo model once, serve it under a tight memory cap, cha
 serve: setup ## serve MODEL (default: the demo model); flags in ARGS
 	$(BIN)/rimuru serve $(or $(MODEL),demo) $(ARGS)
 
-fuzz: setup ## property tests with many more examples
+fuzz: setup ## property tests with many more examples, then random operations on the pool (OPS, 10 million)
 	HYPOTHESIS_PROFILE=fuzz $(BIN)/pytest $$(grep -rlE '^(from|import) hypothesis' tests --include 'test_*.py') --timeout 3600
+	cd tests/pool && PYTHONPATH=../../src ../../$(BIN)/python fuzz.py --ops $(or $(OPS),10000000)
 
 bench: setup ## one benchmark of `rimuru bench --help`: BENCH (default host_step), flags in ARGS
 	$(BIN)/rimuru bench $(or $(BENCH),host_step) $(ARGS)

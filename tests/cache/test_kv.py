@@ -136,11 +136,13 @@ class AnyLife(RuleBasedStateMachine):
         freed = self.cache.evict_parents(n)
         assert sum(before.values()) - sum(map(self.allocator.parents, before)) == freed
 
-    @rule(most=st.sampled_from([1, 3, 100]), pins=st.integers(0, 3))
-    def compact(self, most, pins):
-        """Nothing is lost: every block shows what it showed, at its new place."""
+    @rule(most=st.sampled_from([1, 3, 100]), pins=st.integers(0, 3), over_cached=st.booleans())
+    def compact(self, most, pins, over_cached):
+        """Nothing in use is lost: every block shows what it showed, at its new place."""
         before = {slot: self.pages(slot) for slot in self.total}
-        moves = self.cache.compact(most, lambda cls, page: page % 4 < pins)
+        cached = self.cache.counts().cached
+        moves = self.cache.compact(most, lambda cls, page: page % 4 < pins, over_cached)
+        assert 0 <= cached - self.cache.counts().cached <= (len(moves) if over_cached else 0)
         assert all(m.source % 4 >= pins for m in moves)
         for cls, groups in self.cache._groups_of.items():
             new = {m.source: m.target for m in moves if m.cls == cls}
@@ -150,9 +152,14 @@ class AnyLife(RuleBasedStateMachine):
             def moved(pages, groups=groups, new=new):
                 return tuple(new.get(p, p) if g in groups else p for g, p in enumerate(pages))
 
-            self.content = {moved(pages): key for pages, key in self.content.items()}
+            places = {(g, page) for page in new.values() for g in groups}
+            self.content = {
+                moved(pages): key
+                for pages, key in self.content.items()
+                if places.isdisjoint(enumerate(pages))  # what was there before is written over
+            }
             before = {slot: [moved(p) for p in pages] for slot, pages in before.items()}
-            if most == 100 and pins == 0:
+            if most == 100 and pins == 0 and not over_cached:
                 assert len(self.allocator.open_parents(cls)) <= 1
         assert before == {slot: self.pages(slot) for slot in self.total}
 
@@ -338,6 +345,25 @@ def test_compaction_leaves_one_partly_used_parent_and_moves_the_tables_with_it()
         assert cache.row(slot) == [written[0, slot, i] for i in range(8)]
     cache.check()
     assert cache.compact() == []
+
+
+def test_moving_over_cached_blocks_parts_them_from_those_in_use():
+    cache = make(roots=8, reserve_blocks=0)
+    cls = next(iter(cache._each))
+    for step in range(1, 9):
+        for slot in range(6):
+            cache.grow(slot, step)
+    for slot in range(6):
+        cache.commit(slot, keys_of([slot] * 32), 8)
+    for slot in (0, 2, 4):
+        cache.release(slot)
+    moves = cache.compact(most=1000, over_cached=True)
+    spare = {cache.allocator.parent_of(cls, page) for page in cache.spare_pages(cls)}
+    used = {cache.allocator.parent_of(cls, page) for slot in (1, 3, 5) for page in cache.row(slot)}
+    assert moves
+    assert len(spare & used) <= 1
+    assert 24 - len(moves) <= cache.evictable_blocks() < 24
+    cache.check()
 
 
 def test_pinned_pages_stay_and_their_parents_take_others_in():

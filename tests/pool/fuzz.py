@@ -119,7 +119,9 @@ class Fuzz:
 
     def do_compact(self) -> None:
         if self.rng.random() < 0.2:
-            moves = self.cache.compact(self.rng.choice((2, 50)), lambda cls, page: page % 7 == 0)
+            moves = self.cache.compact(
+                self.rng.choice((2, 50)), lambda cls, page: page % 7 == 0, self.rng.random() < 0.5
+            )
             kept = {(m.cls, m.source): m.target for m in moves}
             group_class = [g.page_class for g in self.plan.groups_of(Kind.KV)]
             for (group, page), word in list(self.words.items()):

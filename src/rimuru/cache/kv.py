@@ -366,7 +366,10 @@ class KVCache:
         return before - cut()
 
     def compact(
-        self, most: int = 64, pinned: Callable[[int, int], bool] = lambda cls, page: False
+        self,
+        most: int = 64,
+        pinned: Callable[[int, int], bool] = lambda cls, page: False,
+        over_cached: bool = False,
     ) -> list[Move]:
         """Move pages together so that parents come back whole; at most `most` moves a page class.
 
@@ -374,19 +377,41 @@ class KVCache:
         caller copies the bytes of every move, in stream order after all work that was launched
         before and before the tables are flushed; only then may a source be written or poisoned.
         `pinned(cls, page)`: pages that must stay (being sent elsewhere, guarded by an epoch).
+        `over_cached`: pages in use may also take the places of cached blocks nobody reads, which are
+        forgotten, one a page at most: then what is cached and what is in use lie in parents of
+        their own, and `evict_parents` can free the former.
         """
         moves: list[Move] = []
         for cls, groups in self._groups_of.items():
-            plan = plan_moves(self.allocator.open_parents(cls), partial(pinned, cls), most)
+            parents = self.allocator.open_parents(cls)
+            cached = self._cached_pages(groups) if over_cached else {}
+            for page in cached:
+                parent = self.allocator.parent_of(cls, page)
+                if parent not in parents:
+                    parents[parent] = self.allocator.pages_of(cls, parent), set()
+                parents[parent][0].remove(page)
+                parents[parent][1].add(page)
+            parents = {p: (used, free) for p, (used, free) in parents.items() if used}
+            plan = plan_moves(parents, partial(pinned, cls), most)
             if not plan:
                 continue
+            victims = list({id(b): b for _, target in plan if (b := cached.get(target))}.values())
+            for block in victims:
+                self._idle.take(block)
+            self._forget(victims)
             self.allocator.move(cls, plan)
             new = dict(plan)
             self._relocate(groups, new)
             moves += [Move(cls, source, target) for source, target in plan]
             if self._freed is not None:
+                filled = {(cls, target) for target in new.values()}
+                self._freed = [place for place in self._freed if place not in filled]
                 self._freed += [(cls, source) for source in new]
         return moves
+
+    def _cached_pages(self, groups: Sequence[int]) -> dict[int, Block]:
+        """Pages of some groups that hold a cached block nobody reads."""
+        return {block.pages[g]: block for run in self._idle.runs() for block in run for g in groups}
 
     def _relocate(self, groups: Sequence[int], new: dict[int, int]) -> None:
         """Replace pages of some groups wherever they are written down."""

@@ -474,6 +474,10 @@ class Allocator:
             for parent in bucket
         }
 
+    def pages_of(self, cls: int, parent: int) -> set[int]:
+        """All pages of a parent cut for this class."""
+        return set(self._levels[cls].pages_of(parent))
+
     def is_cut(self, cls: int, page: int) -> bool:
         """Whether a page of this class is cut into smaller ones, so that it cannot move."""
         return any(
