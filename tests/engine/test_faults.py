@@ -201,3 +201,26 @@ def test_a_first_step_that_hangs_fails_the_health_check(monkeypatch):
         await client.close()
 
     asyncio.run(hang())
+
+
+def test_an_id_used_again_gets_nothing_of_the_request_before():
+    prompts = tiny_prompts((20, 90))
+
+    async def use_again() -> None:
+        path = str(tiny_checkpoint("mixtral"))
+        client = InProcessClient(
+            EngineConfig(path, device="cpu", dtype="float32", max_num_seqs=2, max_model_len=256)
+        )
+        await client.start()
+        want = oracle(tiny_checkpoint("mixtral"), prompts, 3)[0][0]
+        for pause in range(40):
+            left = client.generate("same", prompts[1], greedy(100))
+            await anext(left)
+            await asyncio.sleep(0.0005 * (pause % 7))  # leaves at any point of a step
+            await left.aclose()
+            outputs = [out async for out in client.generate("same", prompts[0], greedy(3))]
+            assert [t for out in outputs for t in out.tokens] == want
+            assert {out.request_id for out in outputs} == {"same"}
+        await client.close()
+
+    asyncio.run(use_again())

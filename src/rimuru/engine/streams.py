@@ -7,6 +7,7 @@ for whatever reason tells the core to drop its request.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable
 
@@ -23,6 +24,10 @@ class StreamingClient(ABC):
 
     def __init__(self) -> None:
         self._streams: dict[str, asyncio.Queue[TokenOutput | Exception]] = {}
+        # The core's name of each open request. It is used once, because what an earlier request of the
+        # same id still had coming may arrive after that one was dropped.
+        self._names: dict[str, str] = {}
+        self._count = itertools.count()
         self._dead: BaseException | None = None
 
     @abstractmethod
@@ -65,30 +70,32 @@ class StreamingClient(ABC):
     ) -> AsyncIterator[TokenOutput]:
         """See `EngineClient.generate`."""
         self._alive()
-        if request_id in self._streams:
+        if request_id in self._names:
             raise RequestError(f"request id {request_id!r} is already in use", "request_id")
         stream: asyncio.Queue[TokenOutput | Exception] = asyncio.Queue()
-        self._streams[request_id] = stream
+        name = self._names[request_id] = f"{request_id}#{next(self._count)}"
+        self._streams[name] = stream
         done = False
         try:
-            self._submit(request_id, tokens, params, priority, cache_salt)
+            self._submit(name, tokens, params, priority, cache_salt)
             while not done:
                 item = await stream.get()
                 if isinstance(item, Exception):
                     done = True
                     raise item
                 done = item.finish is not None
+                item.request_id = request_id
                 if item.error_param is not None:
                     raise RequestError(item.error or "the request is wrong", item.error_param)
                 yield item
         finally:
-            del self._streams[request_id]
+            del self._streams[name], self._names[request_id]
             if not done:
-                self._drop(request_id)
+                self._drop(name)
 
     async def abort(self, request_id: str) -> None:
         """Ends the request; its stream closes with `FinishReason.ABORT`."""
-        self._drop(request_id)
-        stream = self._streams.get(request_id)
-        if stream is not None:
-            stream.put_nowait(TokenOutput(request_id, [], finish=FinishReason.ABORT))
+        name = self._names.get(request_id)
+        if name is not None:
+            self._drop(name)
+            self._streams[name].put_nowait(TokenOutput(request_id, [], finish=FinishReason.ABORT))
