@@ -24,7 +24,7 @@ from rimuru.errors import RimuruError
 
 from .upcycle import upcycle
 
-FOLDER = "smollm2-135m-8x-v1"  # a new version for every change of what is built
+FOLDER = "smollm2-135m-8x-v2"  # a new version for every change of what is built
 BUILD_BYTES = 1_500_000_000
 MANIFEST = "rimuru-demo.json"
 

@@ -46,7 +46,9 @@ def upcycle(source: Path, target: Path, progress: bool = True) -> None:
     _save_tokenizer(header, target)
     config.save_pretrained(target)
     ids = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    (target / "generation_config.json").write_text(json.dumps(ids, indent=1))
+    # The model's own makers sample it so; at temperature 1 a model this small rambles.
+    sampling = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
+    (target / "generation_config.json").write_text(json.dumps(ids | sampling, indent=1))
     copies = sum(tensor.n_elements * (EXPERTS if _is_mlp(name) else 1) for name, tensor in stored.items())
     routers = config.num_hidden_layers * EXPERTS * config.hidden_size
     with tqdm(

@@ -284,7 +284,8 @@ class EngineCore:
         result = self.runner.run(plan)
         now = time.monotonic()
         outputs = self.scheduler.update(plan, result, now)
-        self.memory.after_step(self._touched_counts(), self.scheduler, now, now - began)
+        prompt_tokens = plan.num_tokens - len(plan.requests)  # 0 in a step of decodes
+        self.memory.after_step(self._touched_counts(), self.scheduler, now, now - began, prompt_tokens)
         self.steps += 1
         self._step_tokens.append(plan.num_tokens)
         for unread in (self._step_tokens, self.scheduler.samples):
@@ -372,6 +373,8 @@ class EngineCore:
         tables = (
             self._tables.device_table.nbytes + self._expert_table.device_table.nbytes + self.touched.nbytes
         )
+        if self.plan.state_groups:
+            tables += self._state_table.device_table.nbytes
         return self.arena.nbytes + self.model.nbytes + tables + self.plan.workspace_bytes
 
     def check(self) -> None:

@@ -384,8 +384,8 @@ def plan_memory(
         elif lendable < total:
             every = total * expert_bytes
             advice.append(
-                f"or --host-memory {every} ({show(every)}), so that every expert may leave the device; by default "
-                f"it is what this machine has to spare, {show(lendable * expert_bytes)}"
+                f"or --host-memory {every} ({show(every)}), so that every expert may leave the device; by "
+                f"default it is what this machine can spare, {show(lendable * expert_bytes)}"
             )
         raise MemoryPlanError(_refusal(config, cap, parts, advice))
     resident = policy.start(capacity)

@@ -149,7 +149,7 @@ def _need_server_extra() -> None:
     for module in ("fastapi", "uvicorn", "prometheus_client", "zmq", "msgspec"):
         if importlib.util.find_spec(module) is None:
             raise RimuruError(
-                f"rimuru serve needs {module}, which is not installed: pip install '.[server]' in the checkout"
+                f"rimuru serve needs {module}, which is missing: pip install '.[server]' in the checkout"
             )
 
 
