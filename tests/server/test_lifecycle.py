@@ -215,7 +215,7 @@ def test_draining_stops_what_outlasts_the_limit(serve) -> None:
 def test_slow_and_silent_clients_do_not_hold_up_others(serve) -> None:
     live: Live = serve()
     host, port = live.url.removeprefix("http://").split(":")
-    idle = [socket.create_connection((host, int(port))) for _ in range(200)]
+    idle = [socket.create_connection((host, int(port))) for _ in range(1000)]
     try:
         for i, connection in enumerate(idle):
             connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"[: 10 + i % 40])
