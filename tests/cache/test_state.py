@@ -91,6 +91,7 @@ def test_a_set_is_all_or_nothing_and_its_pages_stand_in_the_table():
     assert states.acquire(3)
     free = [allocator.obtainable(cls) for cls in CLASSES]
     assert not states.acquire(1)
+    assert not states.can_save()
     assert [allocator.obtainable(cls) for cls in CLASSES] == free
     for group in range(len(GROUPS)):
         for slot in (0, 3):
@@ -137,6 +138,7 @@ def test_a_full_pool_gives_the_least_worthy_checkpoints_pages_to_a_new_one():
     states.save(0, keys("short", 2))
     states.save(0, keys("long", 9))
     contents.write(states.pages(0), "new")
+    assert states.can_save()
     assert states.save(0, keys("other", 3))
     assert states.match(keys("short", 2)) == 0
     assert states.match(keys("long", 9)) == 9

@@ -97,6 +97,10 @@ class StateCache:
                 return n
         return 0
 
+    def can_save(self) -> bool:
+        """Whether there is a set for another checkpoint: free, or that of one it may displace."""
+        return self.allocator.obtainable_together(self._each) > 0 or self._least() is not None
+
     # ---------------------------------------------------------------- a request's life
 
     def acquire(self, slot: int) -> bool:

@@ -65,7 +65,6 @@ class Memory:
         """
         self.cache, self.experts, self.residency, self.boundary = cache, experts, residency, boundary
         self.states, self.state_blocks = states, plan.state_blocks
-        self.keeps_states = states is not None and cache.prefix_caching
         self.plan, self.units = plan, plan.units
         self.block_tokens = plan.block_tokens
         self.max_request_tokens = plan.max_request_tokens
@@ -170,9 +169,13 @@ class Memory:
     def _is_cached(self, key: bytes) -> bool:
         return self.cache.match([key]) == 1
 
+    def can_save_state(self) -> bool:
+        """Whether `save_state` would find pages."""
+        return self.states is not None and self.prefix_caching and self.states.can_save()
+
     def save_state(self, slot: int, keys: list[bytes], blocks: int) -> None:
         """Keep a copy of a slot's state, which is that of the end of its first `blocks` blocks."""
-        if self.states is not None and self.keeps_states:
+        if self.states is not None and self.prefix_caching:
             self.poison_freed()
             self.states.save(slot, keys[:blocks])
 

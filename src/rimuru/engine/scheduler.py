@@ -145,6 +145,10 @@ class Scheduler:
             return None
         return self._finish(request, FinishReason.ABORT)
 
+    def fail(self, request: Request, error: str, now: float) -> TokenOutput:
+        """End one request with an error of its own; the others go on."""
+        return self._finish(request, FinishReason.ERROR, error=error, now=now)
+
     def _finish(
         self,
         request: Request,
@@ -352,10 +356,8 @@ class Scheduler:
     def _chunk(self, request: Request, count: int) -> int:
         """Of `count` tokens to compute, those up to the end of the last full block that a repetition of
         the request could start after, where a recurrent state has to be copied there."""
-        if not self.memory.keeps_states:
-            return count
         mark = (len(request.tokens) - 1) // self.block_tokens * self.block_tokens - request.num_computed
-        return mark if 0 < mark < count else count
+        return mark if 0 < mark < count and self.memory.can_save_state() else count
 
     # -- after the step --------------------------------------------------------------------
 
