@@ -1,7 +1,7 @@
 """How much of the pool's free memory is not in whole expert pages, on replays of request traces.
 
 `python benchmarks/fragmentation.py --shared DIR [--json FILE]` prints the
-table of `docs/benchmarks/fragmentation.md` in about a minute.
+tables of `docs/benchmarks/fragmentation.md` in some minutes.
 
 Fragmentation is the share of free and evictable bytes in parents that also hold a page in use; pages
 reserved ahead count as free. What is left is what experts could have back by forgetting prefixes alone.
@@ -239,7 +239,8 @@ def table(outcomes: list[Outcome]) -> str:
             lines.append(
                 f"| {o.trace} | {o.share} | {'on' if o.caching else 'off'} "
                 f"| {plain.fragmentation:.1f} % ({plain.worst:.0f} %) | {o.fragmentation:.1f} % "
-                f"| {o.after:.1f} % | {o.open_after} | {o.moved_mib:,.0f} | {o.moved_share:.2f} % | {o.forgotten:,} |"
+                f"| {o.after:.1f} % | {o.open_after} | {o.moved_mib:,.0f} "
+                f"| {o.moved_share:.2f} % | {o.forgotten:,} |"
             )
     return "\n".join(lines)
 
