@@ -173,6 +173,12 @@ class Replay:
         whole += PER * sum(n == self.pool.load(KV, parent) for parent, n in by_parent.items())
         return total, total - whole
 
+    def partly_used(self) -> int:
+        """Parents with both a page in use and one that is free or evictable."""
+        by_parent = Counter(self.pool.parent_of(KV, page) for page in self.cache.spare_pages(KV))
+        some = self.pool.open_parents(KV).keys() | by_parent.keys()
+        return sum(0 < self.pool.load(KV, p) - by_parent[p] < PER for p in some)
+
 
 def replay(requests: list[Request], parents: int, outcome: Outcome) -> Outcome:
     """Run one case to its end, looking at the pool while requests wait or arrive."""
@@ -200,7 +206,7 @@ def replay(requests: list[Request], parents: int, outcome: Outcome) -> Outcome:
             calls += 1
             free, loose = run.free()
             total_after, split_after = total_after + free, split_after + loose
-            outcome.open_after = max(outcome.open_after, len(run.pool.open_parents(KV)))
+            outcome.open_after = max(outcome.open_after, run.partly_used())
     run.cache.check()
     run.pool.check()
     outcome.fragmentation = 100 * split / max(total, 1)
