@@ -224,3 +224,26 @@ def test_an_id_used_again_gets_nothing_of_the_request_before():
         await client.close()
 
     asyncio.run(use_again())
+
+
+def test_a_request_an_idle_engine_cannot_place_is_given_up_and_the_next_one_runs(bench, monkeypatch):
+    """The net below a wrong count of pages: admission is made to say no, once and for ever."""
+    b = bench("mixtral")
+    b.add("stuck", PROMPT)
+    allowed = b.core.memory.try_admit
+
+    def refuse(slot, keys, *rest, **more):
+        return b.core.scheduler.waiting[0][3].request_id != "stuck" and allowed(slot, keys, *rest, **more)
+
+    monkeypatch.setattr(b.core.memory, "try_admit", refuse)
+    monkeypatch.setattr("rimuru.engine.core.STUCK_SECONDS", 0.05)
+    b.add("next", PROMPT, greedy(3))
+    b.run(each_step=lambda i: time.sleep(0.01))
+    assert b.finish("stuck") == FinishReason.ERROR
+    assert len(b.tokens("next")) == 3
+
+
+def test_a_token_id_that_is_no_whole_number_is_refused(bench):
+    b = bench("mixtral")
+    with pytest.raises(RequestError, match=r"1\.5"):
+        b.add("a", [3, 1.5])

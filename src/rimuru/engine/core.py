@@ -49,6 +49,8 @@ NAMED_MODELS = {"demo": "rimuru.demo.build:ensure_demo"}
 
 MAX_UNREAD = 65_536  # samples kept for `stats` while nobody asks for it
 
+STUCK_SECONDS = 30.0  # after which an idle engine gives up a request it cannot place
+
 Progress = Callable[[str, float], None]
 
 
@@ -83,6 +85,9 @@ def _plan(config: EngineConfig, model: ModelConfig, device: torch.device, dtype:
 
 def check_tokens(tokens: list[int], vocab_size: int) -> None:
     """Raise `RequestError` for ids outside the vocabulary: they would read beyond the embedding."""
+    if not all(type(t) is int for t in tokens):
+        bad = next(t for t in tokens if type(t) is not int)
+        raise RequestError(f"the prompt holds {bad!r} where a token id must be a whole number", "prompt")
     if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
         bad = next(t for t in tokens if not 0 <= t < vocab_size)
         raise RequestError(f"the prompt holds token id {bad}; ids go from 0 to {vocab_size - 1}", "prompt")
@@ -111,6 +116,7 @@ class EngineCore:
             config.tokenizer or path, config.trust_remote_code, model.vocab_size, model.eos_ids
         )
         self.steps = 0
+        self._stuck_since: float | None = None
         self.stalled = False  # the last step found work but could place none of it
         self._step_tokens: list[int] = []
         self.info = EngineInfo(
@@ -279,7 +285,8 @@ class EngineCore:
         self.stalled = not plan.requests
         if not plan.requests:
             self.memory.rest(self.scheduler, began)
-            return refused + plan.failed
+            return refused + plan.failed + self._give_up(began)
+        self._stuck_since = None
         self._flush_tables()
         result = self.runner.run(plan)
         now = time.monotonic()
@@ -294,6 +301,25 @@ class EngineCore:
         if self.config.debug_pool:
             self.check()
         return refused + outputs
+
+    def _give_up(self, now: float) -> list[TokenOutput]:
+        """Fail the first request in the queue where nothing has run for long and it still finds no room.
+
+        Admission should have refused it: this is the net below a wrong count, so that nobody waits for ever.
+        """
+        if self.scheduler.running or not self.scheduler.waiting:
+            self._stuck_since = None
+            return []
+        if self._stuck_since is None:
+            self._stuck_since = now
+        if now - self._stuck_since < STUCK_SECONDS:
+            return []
+        request = self.scheduler.waiting[0][3]
+        logger.error("request %s finds no room in an idle engine; it is given up", request.request_id)
+        self._stuck_since = None
+        return [
+            self.scheduler.fail(request, "memory for this request cannot be found; ask for fewer tokens", now)
+        ]
 
     def _flush_tables(self) -> None:
         """Apply what was staged since the last step, on the stream the step will run on."""

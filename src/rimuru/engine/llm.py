@@ -17,7 +17,7 @@ from rimuru.models.tokenizer import load_tokenizer
 
 from .config import EngineConfig, parse_size
 from .core import EngineCore
-from .request import SamplingParams, TokenLogprobs, TokenOutput
+from .request import MAX_SEED, SamplingParams, TokenLogprobs, TokenOutput
 from .text import TextStream, Vocabulary
 
 Prompt = str | Sequence[int]
@@ -178,7 +178,9 @@ class _Job:
     def branch(self, index: int) -> SamplingParams:
         """The parameters of the index-th continuation: the same, but with draws of its own."""
         seed = self.params.seed
-        return dataclasses.replace(self.params, n=1, seed=None if seed is None else seed + index)
+        if seed is not None:
+            seed = seed + index if seed + index <= MAX_SEED else seed - index
+        return dataclasses.replace(self.params, n=1, seed=seed)
 
     def take(self, index: int, new: TokenOutput) -> bool:
         """Add what a step brought to the index-th continuation; true when it is done."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from rimuru.engine.client import EngineClient
-from rimuru.engine.request import FinishReason, SamplingParams, TokenLogprobs
+from rimuru.engine.request import MAX_SEED, FinishReason, SamplingParams, TokenLogprobs
 from rimuru.engine.text import TextStream, Vocabulary
 from rimuru.errors import RequestError
 
@@ -111,7 +111,10 @@ class Job:
     async def _choice(self, index: int, prompt: int) -> AsyncGenerator[Delta, None]:
         front, params = self.frontend, self.params
         if params.n > 1 or len(self.prompts) > 1:
-            seed = None if params.seed is None else params.seed + index % params.n
+            step = index % params.n
+            seed = params.seed
+            if seed is not None:
+                seed = seed + step if seed + step <= MAX_SEED else seed - step
             params = dataclasses.replace(params, n=1, seed=seed)
         text = TextStream(front.vocabulary, params)
         interval = front.settings.stream_interval
