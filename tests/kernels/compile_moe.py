@@ -28,8 +28,9 @@ def kernels(chip: int):
                     FEW_M=tile.few_m, FEW_K=tile.few_k, num_warps=tile.warps,
                     num_stages=tile.stages, grid=(1,),
                 )  # fmt: skip
-        yield f"{name} combine", _combine_kernel.warmup(
-            dtype, i32, f32, dtype, H=2048, TOP_K=4, BLOCK=1024, grid=(1,)
+        yield (
+            f"{name} combine",
+            _combine_kernel.warmup(dtype, i32, f32, dtype, H=2048, TOP_K=4, BLOCK=1024, grid=(1,)),
         )
         yield f"{name} route", _route_kernel.warmup(
             dtype, f32, f32, i32, 128, 128, TOP_K=8, TOP_K_PAD=8, EXPERTS_PAD=128,

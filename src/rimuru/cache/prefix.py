@@ -41,8 +41,8 @@ def extend_keys(
 
     tokens: all token ids of the sequence from its start (a list, `array('i')` or int32 numpy array;
     the last two need no conversion). The key of a block is the hash of (salt, key of the block
-    before, token ids as int32) under a secret; the first block's "key before" is 16 zero bytes. `salt` separates
-    tenants that must not share. `seed`: at most 64 bytes, secret, one a process.
+    before, token ids as int32) under a secret; the first block's "key before" is 16 zero bytes. `salt`
+    separates tenants that must not share. `seed`: at most 64 bytes, secret, one a process.
     """
     first, full = len(keys), len(tokens) // block_tokens
     if first >= full:

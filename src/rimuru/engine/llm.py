@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -155,7 +156,10 @@ class LLM:
 
     def _step(self) -> None:
         """Step the core. What other streams' requests gained is kept for them."""
-        for output in self.core.step():
+        outputs = self.core.step()
+        if self.core.stalled:
+            time.sleep(0.001)  # a grammar is being compiled on another thread
+        for output in outputs:
             known = self._live.get(output.request_id)
             if known is None:
                 continue

@@ -110,9 +110,7 @@ def _panel(panel: Panel, colour: dict[str, str], x_high: float, width: int, heig
     for x in ticks(0, x_high, 7):
         at = px(x)
         out.append(f'<path d="M{at:.1f} {bottom}v4" stroke="#888"/>')
-        out.append(
-            f'<text x="{at:.1f}" y="{bottom + 17}" text-anchor="middle" fill="#444">{x:g} s</text>'
-        )
+        out.append(f'<text x="{at:.1f}" y="{bottom + 17}" text-anchor="middle" fill="#444">{x:g} s</text>')
     out.append(f'<path d="M{LEFT} {bottom}H{right}" stroke="#888"/>')
     for line in panel.lines:
         points = [(px(x), py(y)) for x, y in zip(line.x, line.y, strict=True)]

@@ -321,5 +321,7 @@ def test_backend_for_chooses_by_device_and_type():
 
 def test_every_function_of_the_twin_is_exposed():
     contract = {n for n, f in vars(reference).items() if getattr(f, "__module__", "") == reference.__name__}
-    for name in contract - {"tensor_at"}:
+    # Recurrent layers run on the twin here, by `kernels.operation`.
+    on_the_twin = {"causal_conv", "gated_delta_rule", "zero_centred_rms_norm"}
+    for name in contract - {"tensor_at"} - on_the_twin:
         assert name.startswith("_") or callable(getattr(cpu, name))
