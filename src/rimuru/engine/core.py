@@ -18,7 +18,7 @@ import torch
 from rimuru import kernels
 from rimuru.cache.kv import KVCache
 from rimuru.cache.state import StateCache
-from rimuru.errors import MemoryPlanError, RequestError
+from rimuru.errors import ConfigError, MemoryPlanError, RequestError
 from rimuru.experts.store import ExpertStore
 from rimuru.kernels.types import KVLayout, KVView, RecurrentView, StateLayout, StateView
 from rimuru.models.config import ModelConfig, load_model_config
@@ -27,7 +27,7 @@ from rimuru.models.registry import build_model, resolve_model
 from rimuru.policy.residency import ResidencyPolicy
 from rimuru.pool.allocator import Allocator
 from rimuru.pool.arena import Arena
-from rimuru.pool.geometry import Kind
+from rimuru.pool.geometry import Kind, LayerGroup
 from rimuru.pool.tables import KVTables, Table
 
 from .batch import BatchBuilder
@@ -111,6 +111,7 @@ class EngineCore:
         self.plan = _plan(config, model, self.device, self.dtype)
         logger.info("memory plan\n%s", self.plan.describe())
         torch.manual_seed(config.seed)
+        self._check_kernels(model)
         self._build(path, model, report)
         self.grammars = Grammars(
             config.tokenizer or path, config.trust_remote_code, model.vocab_size, model.eos_ids
@@ -182,15 +183,32 @@ class EngineCore:
             SamplingState(slots, model.vocab_size, self.device), self.device,
         )  # fmt: skip
 
+    def _layout(self, model: ModelConfig, group: LayerGroup) -> KVLayout:
+        return KVLayout(
+            len(group.layers), self.config.block_size, model.num_kv_heads, model.head_dim,
+            self.plan.geometry.grain, self.dtype,
+        )  # fmt: skip
+
+    def _check_kernels(self, model: ModelConfig) -> None:
+        """Refuse, before a weight is read, what the GPU's kernels do not serve."""
+        if self.device.type != "cuda":
+            return
+        from rimuru.kernels.triton.attention import check_supported
+
+        try:
+            for group in self.plan.geometry.groups_of(Kind.KV):
+                check_supported(self._layout(model, group), model.num_heads)
+        except ValueError as error:
+            raise ConfigError(
+                f"{self.config.model} on {self.device}: {error}; --device cpu serves it"
+            ) from None
+
     def _views(self, model: ModelConfig) -> list[KVView | RecurrentView]:
         """Each layer's window on the pool."""
         pool = self.arena.view(self.dtype)
         views: dict[int, KVView | RecurrentView] = {}
         for index, group in enumerate(self.plan.geometry.groups_of(Kind.KV)):
-            layout = KVLayout(
-                len(group.layers), self.config.block_size, model.num_kv_heads, model.head_dim,
-                self.plan.geometry.grain, self.dtype,
-            )  # fmt: skip
+            layout = self._layout(model, group)
             table = self._tables.device_table[index]
             for at, layer in enumerate(group.layers):
                 views[layer] = KVView(pool, table, at, layout)

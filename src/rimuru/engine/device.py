@@ -14,16 +14,35 @@ from rimuru.errors import ConfigError
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+OLDEST_GPU = (8, 0)  # compute capability; bfloat16 and asynchronous copies begin there
+
+
 def choose_device(name: str) -> torch.device:
-    """`auto` takes the first GPU there is, else the CPU; `cuda` without a GPU is a `ConfigError`."""
+    """`auto` takes the first GPU that is new enough, else the CPU; asking for one that is not there, or too
+    old, is a `ConfigError`."""
+    gpu = torch.cuda.is_available()
     if name == "auto":
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        usable = gpu and torch.cuda.get_device_capability(0) >= OLDEST_GPU
+        return torch.device("cuda", 0) if usable else torch.device("cpu")
     device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if device.type != "cuda":
+        return device
+    if not gpu:
         raise ConfigError(
             "--device cuda: this torch build sees no GPU; use --device cpu, or install a CUDA build"
         )
-    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+    index = device.index or 0
+    if index >= torch.cuda.device_count():
+        raise ConfigError(
+            f"--device cuda:{index}: there are {torch.cuda.device_count()} GPUs, counted from 0"
+        )
+    have = torch.cuda.get_device_capability(index)
+    if have < OLDEST_GPU:
+        raise ConfigError(
+            f"--device cuda:{index}: {torch.cuda.get_device_name(index)} has compute capability {have[0]}.{have[1]}; "
+            f"the kernels need 8.0 (Ampere) or newer: use --device cpu"
+        )
+    return torch.device("cuda", index)
 
 
 def choose_dtype(name: str, checkpoint: str) -> torch.dtype:
