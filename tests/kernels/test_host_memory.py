@@ -42,6 +42,16 @@ def test_pin_limit_leaves_a_pageable_remainder():
     memory.close()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU to pin for")
+def test_memory_dropped_without_a_close_can_be_registered_again_and_blames_nobody():
+    for size in (8 * HUGE, 4 * HUGE, 9 * HUGE, 2 * HUGE):  # maps that come to lie on the same addresses
+        memory = HostMemory(size)
+        assert memory.pinned_bytes == size
+        del memory
+    torch.zeros(4, device="cuda")  # raises the error of an earlier call, if one was left behind
+
+
 def test_an_empty_request_is_an_error():
     with pytest.raises(ValueError, match="positive size, got 0 bytes"):
         HostMemory(0)

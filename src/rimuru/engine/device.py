@@ -39,8 +39,8 @@ def choose_device(name: str) -> torch.device:
     have = torch.cuda.get_device_capability(index)
     if have < OLDEST_GPU:
         raise ConfigError(
-            f"--device cuda:{index}: {torch.cuda.get_device_name(index)} has compute capability {have[0]}.{have[1]}; "
-            f"the kernels need 8.0 (Ampere) or newer: use --device cpu"
+            f"--device cuda:{index}: {torch.cuda.get_device_name(index)} has compute capability "
+            f"{have[0]}.{have[1]}; the kernels need 8.0 (Ampere) or newer: use --device cpu"
         )
     return torch.device("cuda", index)
 

@@ -7,7 +7,9 @@ not fail the start.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
+import weakref
 
 import torch
 
@@ -50,9 +52,16 @@ class HostMemory:
             if eighths < 8 or want < self.nbytes:
                 size -= size % mmap.PAGESIZE
             # One registration, because a copy may not cross from one into the next.
-            if size and int(driver.cudaHostRegister(self.address, size, _PORTABLE_MAPPED)) == 0:
+            if not size:
+                continue
+            if int(driver.cudaHostRegister(self.address, size, _PORTABLE_MAPPED)) == 0:
                 self.pinned_bytes = size
+                # A map that goes while still registered leaves its addresses taken: a later map there could
+                # not be registered. At exit the driver lets go by itself.
+                self._unpin = weakref.finalize(self, _unregister, self.address)
+                self._unpin.atexit = False
                 return
+            _forget_error()
 
     def pinned(self, offset: int, nbytes: int) -> bool:
         """Whether a GPU may read `[offset, offset + nbytes)` in place."""
@@ -61,9 +70,7 @@ class HostMemory:
     def close(self) -> None:
         """Unregister. No work that reads this memory may be in flight; the map goes with its last view."""
         if self.pinned_bytes:
-            status = int(torch.cuda.cudart().cudaHostUnregister(self.address))
-            if status:
-                raise RuntimeError(f"cudaHostUnregister failed with error {status}")
+            self._unpin()
             self.pinned_bytes = 0
 
     def check(self) -> None:
@@ -72,3 +79,17 @@ class HostMemory:
         assert self.tensor.data_ptr() == self.address
         assert self.address % HUGE == 0
         assert 0 <= self.pinned_bytes <= self.nbytes
+
+
+def _unregister(address: int) -> None:
+    torch.cuda.synchronize()  # nothing may read through the registration any more
+    status = int(torch.cuda.cudart().cudaHostUnregister(address))
+    if status:
+        _forget_error()
+        raise RuntimeError(f"cudaHostUnregister failed with error {status}")
+
+
+def _forget_error() -> None:
+    """The runtime keeps a failed call's error for whoever asks next: ask, so that no later launch is blamed."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
