@@ -90,6 +90,6 @@ def _unregister(address: int) -> None:
 
 
 def _forget_error() -> None:
-    """The runtime keeps a failed call's error for whoever asks next: ask, so that no later launch is blamed."""
+    """The runtime keeps a failed call's error for whoever asks next: ask now, so that no launch is blamed."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda")
