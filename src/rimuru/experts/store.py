@@ -123,6 +123,12 @@ class ExpertStore:
         """Pages that will be free when the steps that may read them have finished."""
         return sum(len(pages) for _, pages in self._leaving)
 
+    def host_page(self, layer: int, expert: int) -> torch.Tensor:
+        """The `[page_bytes]` bytes of a lendable expert's host copy."""
+        assert self._host is not None, "no expert has a host copy"
+        size = self.layout.page_bytes
+        return self._host.page(int(self._host_slot[layer, expert]), size, size)
+
     # -- loading -----------------------------------------------------------------------------------
 
     def sink(self, layer: int, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,7 +140,7 @@ class ExpertStore:
         if self.lendable[layer, expert]:
             if not self._table.mirror[layer, expert]:
                 self._point(layer, expert)
-            return self._parts(self._host_page(layer, expert))
+            return self._parts(self.host_page(layer, expert))
         if self._page[layer, expert] < 0:
             pages = self._take(1)
             if not pages:
@@ -172,7 +178,7 @@ class ExpertStore:
         for x, page in zip(coming, pages, strict=True):
             self._page[x] = page
         if coming:
-            done = self._copy([(self._pool_page(*x), self._host_page(*x)) for x in coming])
+            done = self._copy([(self._pool_page(*x), self.host_page(*x)) for x in coming])
             if done is None:
                 self._arrive(coming)
             else:
@@ -269,11 +275,6 @@ class ExpertStore:
 
     def _pool_page(self, layer: int, expert: int) -> torch.Tensor:
         return self._arena.page(int(self._page[layer, expert]), self._grain, self.layout.page_bytes)
-
-    def _host_page(self, layer: int, expert: int) -> torch.Tensor:
-        assert self._host is not None, "no expert has a host copy"
-        size = self.layout.page_bytes
-        return self._host.page(int(self._host_slot[layer, expert]), size, size)
 
     def _parts(self, page: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of a page's `[page_bytes]` bytes as gate_up and down."""
