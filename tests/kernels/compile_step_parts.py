@@ -45,7 +45,7 @@ def kernels(chip: int):
         yield (
             f"filter {dtype}",
             sampling.filter_kernel.warmup(
-                dtype, 151_936, f32, i32, f32, f32, i64, i64, f32, i32, f32, f32, i64, VOCAB=151_936,
-                SPLITS=38, SPLITS_PAD=64, BLOCK=sampling.BLOCK, num_warps=16, grid=(1,),
+                dtype, 151_936, f32, i32, f32, f32, i64, i64, f32, i32, f32, f32, i32, i32, i32,
+                VOCAB=151_936, SPLITS=38, SPLITS_PAD=64, BLOCK=sampling.BLOCK, num_warps=16, grid=(1,),
             ),
         )  # fmt: skip

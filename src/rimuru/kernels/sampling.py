@@ -130,15 +130,29 @@ def edit_logits(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     return out
 
 
-def choose(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Temperature, min-p, top-k, top-p and the draw, on edited `logits [S, V]` -> tokens int64 `[S]`."""
-    if batch.all_greedy:
-        return logits.argmax(-1)
+def choose(
+    logits: torch.Tensor, batch: SamplingBatch, *, out: torch.Tensor | None = None,
+    latest: torch.Tensor | None = None, slots: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Temperature, min-p, top-k, top-p and the draw, on edited `logits [S, V]` -> tokens int64 `[S]`.
+
+    out: int32 or int64 `[S]`, takes the tokens and is returned. latest: int32 or int64 by slot, given
+    together with slots (int32 `[S]`, no slot twice); row s also writes its token to
+    `latest[slots[s]]`, unless the slot is negative.
+
+    On a GPU two launches whatever the rows ask for, nothing read back: a captured graph replays them
+    with other parameters in the same tensors. A padding row (temperature 0, slot -1) yields some token
+    of the vocabulary, NaN or not.
+    """
     if logits.is_cuda:
         from .triton import sampling  # needs a GPU's driver
 
-        return sampling.choose(logits, batch)
-    return choose_by_sort(logits, batch)
+        return sampling.choose(logits, batch, out=out, latest=latest, slots=slots)
+    tokens = logits.argmax(-1) if batch.all_greedy else choose_by_sort(logits, batch)
+    if latest is not None and slots is not None:
+        named = slots >= 0
+        latest[slots[named]] = tokens[named].to(latest.dtype)
+    return tokens if out is None else out.copy_(tokens)
 
 
 def choose_by_sort(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:

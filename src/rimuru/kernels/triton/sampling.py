@@ -72,23 +72,23 @@ def race_kernel(
     logits_ptr, stride, temperature_ptr, seeds_ptr, steps_ptr, best_ptr, token_ptr, peak_ptr, mass_ptr,
     VOCAB: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Winner, largest score and mass of one split of one row. Grid: (splits, S)."""
+    """Winner of one split of one row, and where it is drawn, largest score and mass. Grid: (splits, S)."""
     split, row = tl.program_id(0), tl.program_id(1)
     temperature = tl.load(temperature_ptr + row)
     i = split * SPLIT + tl.arange(0, SPLIT)
     score = _scores(logits_ptr + row.to(tl.int64) * stride, i, VOCAB, _inverse(temperature))
-    peak = tl.max(score, 0)
-    mass = tl.sum(tl.exp(score - tl.where(peak == -float("inf"), 0.0, peak)), 0)
+    at = row * tl.num_programs(0) + split
     if temperature >= GREEDY_BELOW:
         noise = _gumbel(tl.load(seeds_ptr + row), tl.load(steps_ptr + row), i)
         best, token = _winner(score + noise, i)
+        peak = tl.max(score, 0)
+        mass = tl.sum(tl.exp(score - tl.where(peak == -float("inf"), 0.0, peak)), 0)
+        tl.store(peak_ptr + at, peak)
+        tl.store(mass_ptr + at, mass)
     else:
         best, token = _winner(score, i)
-    at = row * tl.num_programs(0) + split
     tl.store(best_ptr + at, best)
     tl.store(token_ptr + at, token)
-    tl.store(peak_ptr + at, peak)
-    tl.store(mass_ptr + at, mass)
 
 
 @triton.jit
@@ -133,9 +133,17 @@ def _kth(row_ptr, inverse, low, high, k, VOCAB: tl.constexpr, BLOCK: tl.constexp
 
 
 @triton.jit
+def _emit(out_ptr, latest_ptr, slots_ptr, row, token):
+    tl.store(out_ptr + row, token.to(out_ptr.dtype.element_ty))
+    if latest_ptr is not None:
+        slot = tl.load(slots_ptr + row)
+        tl.store(latest_ptr + slot, token.to(latest_ptr.dtype.element_ty), mask=slot >= 0)
+
+
+@triton.jit
 def filter_kernel(
     logits_ptr, stride, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, steps_ptr,
-    best_ptr, token_ptr, peak_ptr, mass_ptr, out_ptr,
+    best_ptr, token_ptr, peak_ptr, mass_ptr, out_ptr, latest_ptr, slots_ptr,
     VOCAB: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Merge a row's splits, then step ahead until the filters keep the winner. Grid: (S,)."""
@@ -148,13 +156,13 @@ def filter_kernel(
     temperature = tl.load(temperature_ptr + row)
     k, p, floor = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
     if (temperature < GREEDY_BELOW) | ((k <= 0) & (p >= 1) & (floor <= 0)):
-        tl.store(out_ptr + row, token.to(tl.int64))
+        _emit(out_ptr, latest_ptr, slots_ptr, row, token)
         return
 
     peaks = tl.load(peak_ptr + at, mask=s < SPLITS, other=-float("inf"))
     peak = tl.max(peaks, 0)
     if peak == -float("inf"):
-        tl.store(out_ptr + row, token.to(tl.int64))
+        _emit(out_ptr, latest_ptr, slots_ptr, row, token)
         return
     row_ptr = logits_ptr + row.to(tl.int64) * stride
     inverse = _inverse(temperature)
@@ -209,13 +217,17 @@ def filter_kernel(
         )
         searching = (ahead_count > 0) & ~kept
         token = tl.where(searching, next_token, token)
-    tl.store(out_ptr + row, token.to(tl.int64))
+    _emit(out_ptr, latest_ptr, slots_ptr, row, token)
 
 
-def choose(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+def choose(
+    logits: torch.Tensor, batch: SamplingBatch, *, out: torch.Tensor | None = None,
+    latest: torch.Tensor | None = None, slots: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Temperature, min-p, top-k, top-p and the draw; see `kernels.sampling.choose`."""
     rows, vocab = logits.shape
-    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if out is None:
+        out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows == 0:
         return out
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
@@ -228,7 +240,7 @@ def choose(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     )  # fmt: skip
     filter_kernel[(rows,)](
         logits, logits.stride(0), batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.seeds,
-        batch.steps, best, token, peak, mass, out,
+        batch.steps, best, token, peak, mass, out, latest, slots,
         VOCAB=vocab, SPLITS=splits, SPLITS_PAD=triton.next_power_of_2(splits), BLOCK=BLOCK, num_warps=16,
     )  # fmt: skip
     return out
