@@ -10,37 +10,16 @@ longer than a track goes on into the next one. A step's counts are then a sum of
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from rimuru.errors import ConfigError
+from rimuru.policy.routing import UNIFORM, RoutingParams, read_params, read_trace
 
 TRACKS, TOKENS = 32, 128
 BANK_BYTES = 48 << 20  # a bank of larger models has shorter tracks
-
-
-@dataclass(frozen=True, slots=True)
-class RoutingParams:
-    """Expert logits = sqrt(a) popularity + sqrt(b) taste of the request + sqrt(c) drift + noise.
-
-    All terms are standard normal, the drift an AR(1) over tokens with coefficient `rho`; a token takes
-    the top k. `a` may differ by layer: (layer, a) points, interpolated.
-    """
-
-    a: tuple[tuple[float, float], ...] = ((0.0, 0.0),)
-    b: float = 0.0
-    c: float = 0.0
-    rho: float = 0.0
-
-
-UNIFORM = RoutingParams()
 
 
 class Routing:
@@ -89,9 +68,7 @@ def _bank(layers: int, experts: int, top_k: int, params: RoutingParams, seed: in
     rng = np.random.default_rng(seed)
     tokens = max(16, min(TOKENS, BANK_BYTES // (TRACKS * layers * experts)))
     bank = np.zeros((TRACKS, tokens, layers, experts), np.uint8)
-    points, values = zip(*params.a, strict=True)
-    for layer in range(layers):
-        a = float(np.interp(layer, points, values))
+    for layer, a in enumerate(params.popularity_share(layers)):
         logits = rng.standard_normal((TRACKS, tokens, experts), np.float32)
         logits *= np.sqrt(max(0.0, 1 - a - params.b - params.c))
         logits += np.sqrt(a) * rng.standard_normal(experts, np.float32)
@@ -118,63 +95,11 @@ def load_routing(source: str, layers: int, experts: int, top_k: int, model: str,
     path = Path(source)
     if path.suffix == ".npz":
         return _recorded(path, layers, experts, top_k)
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))["models"]
-        name = _entry(entries, model)
-        params = _params(entries[name])
-    except OSError as error:
-        raise ConfigError(f"--routing {source}: cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"--routing {source}: no routing model in it ({error})") from None
-    shape = entries[name].get("E"), entries[name].get("k")
-    if shape != (experts, top_k):
-        raise ConfigError(
-            f"--routing {source}: {name} has {shape[0]} experts, top {shape[1]}; the model has {experts}, "
-            f"top {top_k}"
-        )
-    return draw(layers, experts, top_k, params, seed)
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())
-
-
-def _entry(entries: dict[str, Any], model: str) -> str:
-    want = _plain(Path(model).name)
-    found = [name for name in entries if want.startswith(_plain(name)) or _plain(name).startswith(want)]
-    if not found:
-        raise ConfigError(
-            f"the routing file has no entry for {Path(model).name!r}; it has {', '.join(entries)}; "
-            f"--routing uniform needs none"
-        )
-    return max(found, key=len)
-
-
-def _params(entry: dict[str, Any]) -> RoutingParams:
-    a: list[tuple[float, float]] = [(1.0, float(entry["A"]))] if "A" in entry else []
-    if "A_layer0" in entry:
-        a.append((0.0, float(entry["A_layer0"])))
-    a += [(float(layer), float(value)) for layer, value in entry.get("A_by_layer", {}).items()]
-    if not a:
-        raise KeyError("A")
-    return RoutingParams(tuple(sorted(a)), float(entry["B"]), float(entry["C"]), float(entry["rho"]))
+    return draw(layers, experts, top_k, read_params(path, experts, top_k, model)[1], seed)
 
 
 def _recorded(path: Path, layers: int, experts: int, top_k: int) -> Routing:
-    try:
-        with np.load(path) as arrays:
-            traces = [arrays[name] for name in sorted(arrays.files)]
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--routing {path}: cannot be read: {error}") from None
-    good = [t for t in traces if t.ndim == 3 and t.shape[1:] == (layers, top_k) and len(t) >= TOKENS]
-    if not good or max(int(t.max()) for t in good) >= experts:
-        have = traces[0].shape[1:] if traces and traces[0].ndim == 3 else "nothing of that shape"
-        raise ConfigError(
-            f"--routing {path}: the model needs sequences of at least {TOKENS} tokens x {layers} layers x "
-            f"{top_k} of {experts} experts; the file holds {have}"
-        )
+    good = read_trace(path, layers, experts, top_k, TOKENS)
     good = good[: max(1, BANK_BYTES // (TOKENS * layers * experts))]
     bank = np.zeros((len(good), TOKENS, layers, experts), np.uint8)
     for track, trace in zip(bank, good, strict=True):
