@@ -30,11 +30,14 @@ def kernels(chip: int):
                 )  # fmt: skip
         yield (
             f"{name} combine",
-            _combine_kernel.warmup(dtype, i32, f32, dtype, H=2048, TOP_K=4, BLOCK=1024, grid=(1,)),
-        )
+            _combine_kernel.warmup(
+                dtype, i32, f32, dtype, dtype, 61, dtype,
+                H=2048, TOP_K=4, SHARED=True, GATE=True, BLOCK=1024, grid=(1,),
+            ),
+        )  # fmt: skip
         yield f"{name} route", _route_kernel.warmup(
-            dtype, f32, f32, i32, 128, 128, TOP_K=8, TOP_K_PAD=8, EXPERTS_PAD=128,
-            SIGMOID=True, NORMALIZE=True, BIAS=True, num_warps=1, grid=(1,),
+            dtype, f32, i32, f32, i32, 128, 128, TOP_K=8, TOP_K_PAD=8, EXPERTS_PAD=128,
+            SIGMOID=True, NORMALIZE=True, BIAS=True, PADDING=True, num_warps=1, grid=(1,),
         )  # fmt: skip
     for pad in (64, 256):
         yield f"align {pad}", _align_kernel.warmup(

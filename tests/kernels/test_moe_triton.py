@@ -112,6 +112,23 @@ def test_a_step_where_nobody_chooses_an_expert_is_zero():
     assert (kernels.moe(x, ids.fill_(-1), weights, experts.table, experts.layout) == 0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_shared_expert_is_added_before_the_one_rounding(dtype):
+    experts = Experts(4, 64, 64, dtype)
+    x, ids, weights = experts.step(6, 2)
+    ids[2] = -1
+    g = torch.Generator().manual_seed(2)
+    shared, logits = torch.randn(6, 64, generator=g).to(dtype), torch.randn(6, 5, generator=g).to(dtype)
+    step = (x, ids, weights, experts.table, experts.layout, None, shared)
+    plain = kernels.moe(*step)
+    assert error(plain, reference.moe(*step)) < LIMIT[dtype]
+    assert torch.equal(plain[2], shared[2])
+    for gate in (logits[:, 4], logits[:, 4:], logits[:, 1].contiguous()):
+        gated = kernels.moe(*step, gate)
+        assert error(gated, reference.moe(*step, gate)) < LIMIT[dtype]
+        assert torch.equal(gated[2], (gate[2].float().sigmoid() * shared[2].float()).to(dtype))
+
+
 @pytest.mark.slow
 def test_prefill_tiles_match_the_twin():
     for tokens in (300, 900):  # one launch of alignment and three; 64-row and 128-row blocks

@@ -36,6 +36,19 @@ def test_strided_half_precision_logits():
     torch.testing.assert_close(weights, want, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_padding_tokens_choose_nobody():
+    logits = torch.randn(5, 12, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    logits[3] = float("nan")  # a captured graph's padding computes with whatever lies there
+    live = torch.tensor([0, 7, -1, -1, 3], dtype=torch.int32, device=DEVICE)
+    weights, ids = route(logits, 4, live=live)
+    want, want_ids = reference.route(logits, 4, live=live)
+    assert torch.equal(ids, want_ids)
+    assert (ids[2:4] == -1).all()
+    assert (weights[2:4] == 0).all()
+    torch.testing.assert_close(weights, want, rtol=1e-5, atol=1e-7)
+
+
 def test_wrong_inputs_are_named():
     with pytest.raises(ValueError, match="scoring 'tanh'; 'softmax' and 'sigmoid' work"):
         route(torch.zeros(1, 4), 2, "tanh")

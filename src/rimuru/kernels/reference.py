@@ -26,6 +26,25 @@ def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch
     return torch.frombuffer(buffer, dtype=dtype, count=count).view(shape)
 
 
+def embed(
+    tokens: torch.Tensor,
+    weight: torch.Tensor,
+    slots: torch.Tensor | None = None,
+    latest: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Rows of `weight [V, H]` by token id: tokens int32 or int64 `[T]` -> `[T, H]`.
+
+    A negative token stands for one that only the device knows yet: its id is `latest[slots[t]]`
+    (slots int32 `[T]`, latest int32 or int64 `[slots]`). Where the slot is negative too, the token is
+    padding and takes row 0. Without slots and latest, all ids are at least 0.
+    """
+    ids = tokens.long()
+    if slots is not None and latest is not None:
+        known = torch.where(slots < 0, 0, latest.long()[slots.long().clamp_min(0)])
+        ids = torch.where(ids < 0, known, ids)
+    return F.embedding(ids, weight)
+
+
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`x [T, K] @ weight [N, K].T + bias [N]` -> `[T, N]` in x's dtype, accumulated in float32."""
     return F.linear(x, weight, bias)
@@ -296,11 +315,13 @@ def route(
     scoring: str = "softmax",
     normalize: bool = True,
     bias: torch.Tensor | None = None,
+    live: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose experts: router logits `[T, E]` -> `(weights float32 [T, k], ids int32 [T, k])`.
 
     scoring: "softmax" or "sigmoid" in float32. `bias [E]` corrects the choice but not the weight
-    (DeepSeek-V3). `normalize` makes the k weights sum to 1. Ties go to the lower expert id.
+    (DeepSeek-V3). `normalize` makes the k weights sum to 1. Ties go to the lower expert id. Tokens
+    with `live[t] < 0` (int32 `[T]`, a step's `token_slots`) are padding: ids -1, weights 0.
     """
     score = logits.float().softmax(-1) if scoring == "softmax" else logits.float().sigmoid()
     choice = score if bias is None else score + bias
@@ -309,6 +330,9 @@ def route(
     weights = score.gather(-1, ids)
     if normalize:
         weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
+    if live is not None:
+        padding = live[:, None] < 0
+        weights, ids = weights.masked_fill(padding, 0.0), ids.masked_fill(padding, -1)
     return weights, ids.int()
 
 
@@ -319,15 +343,18 @@ def moe(
     table: torch.Tensor,
     layout: ExpertLayout,
     touched: torch.Tensor | None = None,
+    shared: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """SwiGLU experts, each read where it lies: `sum_j w_j * down_j(silu(gate_j(x)) * up_j(x))`.
 
     x `[T, H]`, ids int32 `[T, k]` (-1: skip), weights float32 `[T, k]`; table: int64 `[E]`, raw
     addresses of this layer's expert pages (pool or host memory) with a tag in the low byte (`types`),
     laid out as `layout`. `touched`: int32 `[E]`, incremented by the number of tokens routed to each
-    expert. Returns `[T, H]`.
-    The hidden activation is rounded to x's dtype between the two products; the weighted sum is
-    accumulated in float32. This twin reads host addresses only.
+    expert. `shared [T, H]`, what a dense expert gave, is added to the sum, times `sigmoid(gate)` where
+    there is a gate (logits `[T]` or `[T, 1]`). Returns `[T, H]`.
+    The hidden activation is rounded to x's dtype between the two products; the weighted sum with the
+    shared expert is accumulated in float32. This twin reads host addresses only.
     """
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     inter, hidden = layout.intermediate, layout.hidden
@@ -338,9 +365,10 @@ def moe(
         base = int(table[e]) & EXPERT_ADDRESS
         gate_up = tensor_at(base, (2 * inter, hidden), layout.dtype)
         down = tensor_at(base + layout.down_offset, (hidden, inter), layout.dtype)
-        gate, up = F.linear(x[row], gate_up).chunk(2, dim=-1)
-        act = (F.silu(gate.float()) * up.float()).to(x.dtype)
+        act = silu_and_mul(F.linear(x[row], gate_up))
         out.index_add_(0, row, F.linear(act, down).float() * weights[row, choice, None])
+    if shared is not None:
+        out += shared.float() if gate is None else gate.reshape(-1, 1).float().sigmoid() * shared.float()
     return out.to(x.dtype)
 
 

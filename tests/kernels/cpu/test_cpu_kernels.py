@@ -135,6 +135,15 @@ def test_route_agrees_with_the_twin(dtype, scoring, experts, top_k):
             torch.testing.assert_close(weights, want, rtol=2e-6, atol=1e-9)
 
 
+def test_padding_tokens_choose_nobody():
+    logits, live = torch.randn(4, 9), torch.tensor([2, -1, 0, -1], dtype=torch.int32)
+    weights, ids = cpu.route(logits, 3, live=live)
+    want, want_ids = reference.route(logits, 3, live=live)
+    assert torch.equal(ids, want_ids)
+    assert (ids[1::2] == -1).all()
+    torch.testing.assert_close(weights, want, rtol=2e-6, atol=1e-9)
+
+
 def test_equal_scores_go_to_the_lower_expert():
     _, ids = cpu.route(torch.zeros(4, 9), 3)
     assert ids.tolist() == [[0, 1, 2]] * 4
@@ -217,6 +226,23 @@ def test_a_long_prefill_runs_in_chunks_with_the_same_result():
     assert torch.equal(got[1000:], cpu.moe(x[1000:], ids[1000:], weights[1000:], table, layout))
     assert seen.sum() == 2200
     close(got, reference.moe(x, ids, weights, table, layout))
+    del buffer
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_shared_expert_is_added_before_the_one_rounding(dtype):
+    layout = ExpertLayout(50, 37, dtype)
+    buffer, table = scattered_experts(layout, 5)
+    for tokens in (1, 7, 600):  # 600: two chunks
+        x, (ids, weights) = torch.randn(tokens, 50).to(dtype), routing(tokens, 5, 2)
+        ids[-1] = -1
+        shared, gate = torch.randn(tokens, 80).to(dtype)[:, :50], torch.randn(tokens, 3).to(dtype)[:, 1:2]
+        step = (x, ids, weights, table, layout, None, shared)
+        plain, gated = cpu.moe(*step), cpu.moe(*step, gate)
+        close(plain, reference.moe(*step), rounds=2)
+        close(gated, reference.moe(*step, gate), rounds=2)
+        assert torch.equal(plain[-1], shared[-1])
+        close(gated[-1], (gate[-1].float().sigmoid() * shared[-1].float()).to(dtype))
     del buffer
 
 

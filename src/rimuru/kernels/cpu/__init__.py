@@ -9,7 +9,7 @@ without a compiler, the names below are the twin's.
 
 from __future__ import annotations
 
-from ..reference import apply_edits, rope_table
+from ..reference import apply_edits, embed, rope_table
 from . import build, ops
 
 if ops.bind(build.load()):
@@ -29,6 +29,7 @@ else:
 __all__ = [
     "apply_edits",
     "attention",
+    "embed",
     "linear",
     "moe",
     "move_pages",

@@ -344,7 +344,8 @@ typedef struct {
     const int32_t *ids;
     const float *weights;
     const int64_t *table;
-    size_t ldx, tokens, top_k, experts, hidden, inter, down_offset;
+    const char *shared, *gate; /* [tokens, hidden] ld lds, [tokens]; either may be NULL */
+    size_t lds, ldx, tokens, top_k, experts, hidden, inter, down_offset;
     size_t *start;     /* [experts + 1] into entry */
     int32_t *entry;    /* [tokens * top_k] flat index into ids, grouped by expert, tokens ascending */
     int32_t *busy;     /* experts that have entries, ascending */
@@ -404,8 +405,14 @@ INLINE void moe_down(moe_job *j, size_t n0, size_t n, float *wide, int bf16) {
             }
         }
     }
-    for (size_t t = 0; t < j->tokens; t++)
-        for (size_t c = n0; c < n0 + n; c++) put(j->out, t * h + c, j->sum[t * h + c], bf16);
+    for (size_t t = 0; t < j->tokens; t++) {
+        float *sum = j->sum + t * h;
+        if (j->shared) {
+            const float scale = j->gate ? 1.0f / (1.0f + expf(-get(j->gate, t, bf16))) : 1.0f;
+            for (size_t c = n0; c < n0 + n; c++) sum[c] += scale * get(j->shared, t * j->lds + c, bf16);
+        }
+        for (size_t c = n0; c < n0 + n; c++) put(j->out, t * h + c, sum[c], bf16);
+    }
 }
 
 INLINE void moe_body(void *arg, int bf16) {
@@ -442,8 +449,9 @@ static void moe_group(moe_job *j, int32_t *touched) {
 }
 
 int rimuru_moe(const void *x, int64_t ldx, const int32_t *ids, const float *weights, const int64_t *table,
-               int32_t *touched, void *out, int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden,
-               int64_t inter, int64_t down_offset, int64_t bf16, int64_t threads) {
+               int32_t *touched, const void *shared, int64_t lds, const void *gate, void *out, int64_t tokens,
+               int64_t top_k, int64_t experts, int64_t hidden, int64_t inter, int64_t down_offset, int64_t bf16,
+               int64_t threads) {
     const size_t chunk = least(tokens, 512), entries = chunk * top_k; /* bounds the scratch of a long prefill */
     const size_t widest = round_up(hidden > inter ? hidden : inter, KB);
     const size_t parts[] = {(experts + 1) * sizeof(size_t), entries * 4, experts * 4, entries * inter * esize(bf16),
@@ -455,6 +463,8 @@ int rimuru_moe(const void *x, int64_t ldx, const int32_t *ids, const float *weig
     for (int64_t t = 0; t < tokens; t += 512) {
         moe_job job = {.x = at(x, t * ldx, bf16), .out = (char *)at(out, t * hidden, bf16), .ids = ids + t * top_k,
                        .weights = weights + t * top_k, .table = table, .ldx = ldx, .tokens = least(512, tokens - t),
+                       .shared = shared ? at(shared, t * lds, bf16) : NULL, .lds = lds,
+                       .gate = gate ? at(gate, t, bf16) : NULL,
                        .top_k = top_k, .experts = experts, .hidden = hidden, .inter = inter,
                        .down_offset = down_offset, .start = (size_t *)(space + offset[0]),
                        .entry = (int32_t *)(space + offset[1]), .busy = (int32_t *)(space + offset[2]),

@@ -20,7 +20,7 @@ _NATIVE = (torch.bfloat16, torch.float32)
 _P, _I, _D = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _SIGNATURES = {
     "linear": [_P, _I, _P, _P, _P, *[_I] * 5],
-    "moe": [_P, _I, _P, _P, _P, _P, _P, *[_I] * 8],
+    "moe": [_P, _I, _P, _P, _P, _P, _P, _I, _P, _P, *[_I] * 8],
     "attention": [_P, _I, _P, _P, _P, _I, _P, _P, _P, *[_I] * 11, _D, _I, _I],
     "qkv_to_cache": [_P, _I, _P, _P, _P, _I, _P, _P, _P, _P, _P, *[_I] * 10, _D, _I, _I],
     "rms_norm": [_P, _I, _P, _I, _P, _P, _P, _I, _I, _D, _I, _I],
@@ -231,9 +231,10 @@ def route(
     scoring: str = "softmax",
     normalize: bool = True,
     bias: torch.Tensor | None = None,
+    live: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if logits.dtype not in _NATIVE or (bias is not None and bias.dtype != torch.float32):
-        return reference.route(logits, top_k, scoring, normalize, bias)
+        return reference.route(logits, top_k, scoring, normalize, bias, live)
     logits = _rows(logits)
     m, experts = logits.shape
     if not 0 < top_k <= experts:
@@ -256,6 +257,10 @@ def route(
             torch.get_num_threads(),
         )
     )
+    if live is not None:
+        padding = live[:, None] < 0
+        weights.masked_fill_(padding, 0.0)
+        ids.masked_fill_(padding, -1)
     return weights, ids
 
 
@@ -266,11 +271,17 @@ def moe(
     table: torch.Tensor,
     layout: ExpertLayout,
     touched: torch.Tensor | None = None,
+    shared: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
 ) -> torch.Tensor:
     dtype = x.dtype
-    if dtype not in _NATIVE or layout.dtype != dtype:
-        return reference.moe(x, ids, weights, table, layout, touched)
+    mixed = any(t is not None and t.dtype != dtype for t in (shared, gate))
+    if dtype not in _NATIVE or layout.dtype != dtype or mixed:
+        return reference.moe(x, ids, weights, table, layout, touched, shared, gate)
     x, ids, weights = _rows(x), ids.contiguous(), weights.contiguous()
+    if shared is not None:
+        shared = _rows(shared)
+        gate = None if gate is None else gate.contiguous()
     assert ids.dtype is torch.int32
     assert weights.dtype is torch.float32
     assert table.dtype is torch.int64
@@ -285,6 +296,9 @@ def moe(
             weights.data_ptr(),
             table.data_ptr(),
             None if touched is None else touched.data_ptr(),
+            None if shared is None else shared.data_ptr(),
+            0 if shared is None else shared.stride(0),
+            None if gate is None else gate.data_ptr(),
             out.data_ptr(),
             tokens,
             ids.shape[1],

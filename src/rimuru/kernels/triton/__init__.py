@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ..reference import linear, rope_table  # cuBLAS, and a table built once at load
 from .attention import attention
+from .embed import embed
 from .moe import moe, moe_gather
 from .norm_rope import qkv_to_cache, rms_norm, silu_and_mul
 from .route import route
@@ -16,6 +17,7 @@ from .tables import apply_edits, move_pages
 __all__ = [
     "apply_edits",
     "attention",
+    "embed",
     "linear",
     "moe",
     "moe_gather",

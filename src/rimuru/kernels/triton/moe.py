@@ -119,9 +119,10 @@ def _expert_kernel(
 
 @triton.jit
 def _combine_kernel(
-    parts, ids, weights, out, H: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr
+    parts, ids, weights, shared, gate, gate_stride, out,
+    H: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, GATE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`out[t] = sum_j weights[t, j] * parts[t * k + j]`, in the order of j."""
+    """`out[t] = sum_j weights[t, j] * parts[t * k + j]`, in the order of j, then `sigmoid(gate) * shared`."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -130,6 +131,11 @@ def _combine_kernel(
         used = tl.load(ids + pair) >= 0
         part = tl.load(parts + pair * H + at, mask=used & (at < H), other=0.0)
         total += part.to(tl.float32) * tl.load(weights + pair)
+    if SHARED:
+        part = tl.load(shared + token * H + at, mask=at < H, other=0.0).to(tl.float32)
+        if GATE:
+            part *= tl.sigmoid(tl.load(gate + token * gate_stride).to(tl.float32))
+        total += part
     tl.store(out + token * H + at, total.to(out.dtype.element_ty), mask=at < H)
 
 
@@ -155,13 +161,16 @@ def moe(
     table: torch.Tensor,
     layout: ExpertLayout,
     touched: torch.Tensor | None = None,
+    shared: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """SwiGLU experts read through their address table: as `rimuru.kernels.reference.moe`.
 
     x `[T, H]` contiguous; ids int32 `[T, k]` (-1: skip); weights float32 `[T, k]`; table int64
     `[E]` of tagged addresses that the GPU can read (pool, or registered host memory); `touched`
-    int32 `[E]` is incremented. Returns `[T, H]`. Needs `pairs * (H + intermediate)` elements of
-    transient memory. Raises ValueError for a dtype without a kernel.
+    int32 `[E]` is incremented; shared `[T, H]` is added, times `sigmoid(gate)` of gate `[T]` or `[T, 1]`
+    (any row stride). Returns `[T, H]`. Needs `pairs * (H + intermediate)` elements of transient memory.
+    Raises ValueError for a dtype without a kernel.
     """
     tokens, top_k = ids.shape
     hidden, inter = layout.hidden, layout.intermediate
@@ -181,8 +190,11 @@ def moe(
     _product(act, parts, plan, down, layout, top_k, gate_up=False)
     block = min(1024, triton.next_power_of_2(hidden))
     _combine_kernel[(tokens, triton.cdiv(hidden, block))](
-        parts, ids, weights, out, H=hidden, TOP_K=top_k, BLOCK=block, num_warps=4
-    )
+        parts, ids, weights,
+        parts if shared is None else shared.contiguous(),
+        parts if gate is None else gate, 0 if gate is None else gate.stride(0), out,
+        H=hidden, TOP_K=top_k, SHARED=shared is not None, GATE=gate is not None, BLOCK=block, num_warps=4,
+    )  # fmt: skip
     return out
 
 

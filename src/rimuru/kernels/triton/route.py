@@ -12,9 +12,9 @@ import triton.language as tl
 
 @triton.jit
 def _route_kernel(
-    logits, bias, weights, ids, experts, row_stride,
+    logits, bias, padding, weights, ids, experts, row_stride,
     TOP_K: tl.constexpr, TOP_K_PAD: tl.constexpr, EXPERTS_PAD: tl.constexpr,
-    SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, BIAS: tl.constexpr,
+    SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, BIAS: tl.constexpr, PADDING: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERTS_PAD)
@@ -40,6 +40,9 @@ def _route_kernel(
         choice = tl.where(expert == best, float("-inf"), choice)
     if NORMALIZE:
         weight /= tl.maximum(tl.sum(weight, axis=0), 1e-20)
+    if PADDING:
+        used = tl.load(padding + token) >= 0
+        weight, chosen = tl.where(used, weight, 0.0), tl.where(used, chosen, -1)
     tl.store(weights + token * TOP_K + rank, weight, mask=rank < TOP_K)
     tl.store(ids + token * TOP_K + rank, chosen, mask=rank < TOP_K)
 
@@ -50,6 +53,7 @@ def route(
     scoring: str = "softmax",
     normalize: bool = True,
     bias: torch.Tensor | None = None,
+    live: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose experts: `logits [T, E]` -> `(weights float32 [T, k], ids int32 [T, k])`.
 
@@ -65,9 +69,10 @@ def route(
     if tokens:
         pad = triton.next_power_of_2(experts)
         _route_kernel[(tokens,)](
-            logits, logits if bias is None else bias, weights, ids, experts, logits.stride(0),
+            logits, logits if bias is None else bias, logits if live is None else live, weights, ids,
+            experts, logits.stride(0),
             TOP_K=top_k, TOP_K_PAD=triton.next_power_of_2(top_k), EXPERTS_PAD=pad,
             SIGMOID=scoring == "sigmoid", NORMALIZE=normalize, BIAS=bias is not None,
-            num_warps=1 if pad <= 256 else 4,
+            PADDING=live is not None, num_warps=1 if pad <= 256 else 4,
         )  # fmt: skip
     return weights, ids
