@@ -1,0 +1,305 @@
+"""Prefill with experts in host memory: the copy engine brings them a layer ahead into free pages.
+
+Room: between the expert store and the eager step. Rule: residency does not change. A streamed step reads
+a table of its own, in which the experts on their way point at staging pages; what finds no page is read
+in place. Every copy of a step, its slot and what it waits for are known before the first one starts.
+
+A large step routes several tiles of rows to nearly every expert, and the MoE kernel reads an expert in
+host memory once for each tile. Copied ahead, its bytes cross the link once, at the copy engine's rate, and
+while other layers compute. The staging pages form a ring: the copies of the step, in the order of the
+layers, take its slots in turn, and a copy into a used slot waits for the layer that read it. With a slot
+for each missing expert of a layer the link rests only while that layer's MoE runs, and with a few more
+never.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from rimuru.kernels.types import EXPERT_HOST, ExpertLayout
+from rimuru.pool.allocator import Allocator, Shortage
+from rimuru.pool.arena import Arena
+from rimuru.pool.tables import Table
+
+OWNER = "prefill streaming"
+TILE_ROWS = 128  # rows of the largest tile: an expert in host memory is read once for each
+# Rate of a kernel's reads over the link as a share of the copy engine's: 50.0 of 54.5 GB/s on an H200.
+KERNEL_RATE = 0.92
+
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # (destination, source) bytes
+
+
+def crossings(tokens: int, share: np.ndarray | float, tile_rows: int = TILE_ROWS) -> np.ndarray:
+    """How often an expert crosses the link, at least, in expectation, where the kernel reads it in place.
+
+    share: probability that a token is routed to it. Its rows are binomial, R ~ B(tokens, share), and it is
+    read ceil(R / tile_rows) times. That is at least [R > 0] and at least R / tile_rows, so its mean is at
+    least the larger of 1 - (1 - share)^tokens and tokens x share / tile_rows.
+    """
+    share = np.asarray(share, np.float64)
+    return np.maximum(1 - (1 - share) ** tokens, tokens * share / tile_rows)
+
+
+def worth_streaming(tokens: int, share: np.ndarray | float, tile_rows: int = TILE_ROWS) -> np.ndarray:
+    """Whether copying an expert ahead takes the link for less time than reading it in place, elementwise.
+
+    The copy takes bytes / c at the copy engine's rate c, whether or not a token needs it; reading in place
+    takes crossings x bytes / k at the kernel's rate k. So: crossings > k / c. With every expert equally
+    likely (share = top_k / experts) that is from 40 tokens on for 8 of 128 experts and 37 for 4 of 60.
+    """
+    return crossings(tokens, share, tile_rows) > KERNEL_RATE
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """The copies of one step in their order, each int64 `[copies]`, and how far each layer lets them go."""
+
+    layer: np.ndarray
+    expert: np.ndarray
+    slot: np.ndarray  # of the staging ring
+    after: np.ndarray  # the layer whose MoE must have run before the slot is written; -1: none
+    ends: np.ndarray  # [layers]: copies up to and with this layer's
+    released: np.ndarray  # [layers + 1]: copies that may start before layer l's MoE has run
+
+
+def plan_ring(gain: np.ndarray, slots: int) -> Ring:
+    """Give the experts of a step with `gain` > 0 (`[layers, experts]`) slots of a ring, layer by layer.
+
+    Of a layer with more of them than slots, those with the most to gain are taken; the rest has no copy.
+    """
+    layers = len(gain)
+    order = np.argsort(-gain, axis=1, kind="stable")[:, :slots]
+    layer, rank = np.nonzero(np.take_along_axis(gain, order, axis=1) > 0)
+    # No layer has more copies than slots, so a slot's last reader is always an earlier layer.
+    after = np.full(len(layer), -1)
+    after[slots:] = layer[: max(0, len(layer) - slots)]
+    return Ring(
+        layer,
+        order[layer, rank],
+        np.arange(len(layer)) % max(1, slots),
+        after,
+        np.searchsorted(layer, np.arange(layers), side="right"),
+        np.searchsorted(after, np.arange(-1, layers), side="right"),
+    )
+
+
+class CopyStream(Protocol):
+    """A queue of copies beside the compute stream, done in the order in which they are asked for."""
+
+    def fence(self) -> None:
+        """Copies asked for from now on start after the work launched on the compute stream so far."""
+        ...
+
+    def copy(self, pairs: Pairs) -> None:
+        """Copy page by page."""
+        ...
+
+    def mark(self) -> Any:
+        """What `wait` takes: the end of the copies asked for so far."""
+        ...
+
+    def wait(self, mark: Any) -> None:
+        """Work launched on the compute stream from now on starts after the mark."""
+        ...
+
+
+class CopyNow:
+    """Copies on the calling thread, for devices without streams."""
+
+    def fence(self) -> None:
+        pass
+
+    def copy(self, pairs: Pairs) -> None:
+        for to, source in pairs:
+            to.copy_(source)
+
+    def mark(self) -> None:
+        return None
+
+    def wait(self, mark: Any) -> None:
+        pass
+
+
+class CopyEngine:
+    """A CUDA stream for host copies, beside whichever stream is current."""
+
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device)
+
+    def fence(self) -> None:
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+
+    def copy(self, pairs: Pairs) -> None:
+        with torch.cuda.stream(self.stream):
+            for to, source in pairs:
+                to.copy_(source, non_blocking=True)
+
+    def mark(self) -> torch.cuda.Event:
+        return self.stream.record_event()
+
+    def wait(self, mark: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self.stream.device).wait_event(mark)
+
+
+class ExpertStream:
+    """Streams the missing experts of large eager steps.
+
+        with stream.step(tokens) as table:
+            for every MoE layer, in order: stream.before(l); its MoE on table[l]; stream.after(l)
+
+    `source(layer, expert)` gives the bytes of a host copy, `table` is the EXPERT table; `reserve` pages are
+    held for life, all others are taken from what is free when a step begins and given back when it has
+    been launched: whoever takes them next on the compute stream is ordered behind the step. Raises
+    `MemoryError` where the pool has not that many pages to reserve.
+    """
+
+    def __init__(
+        self,
+        layout: ExpertLayout,
+        source: Callable[[int, int], torch.Tensor],
+        *,
+        table: Table,
+        allocator: Allocator,
+        page_class: int,
+        arena: Arena,
+        top_k: int,
+        copies: CopyStream | None = None,
+        reserve: int = 0,
+        poison: bool = False,
+    ):
+        self.layout, self._source, self._experts = layout, source, table
+        self._allocator, self._class, self._grain = allocator, page_class, allocator.geometry.grain
+        self._arena, self._poison = arena, poison
+        self._share = top_k / table.shape[1]
+        gpu = arena.device.type == "cuda"
+        self._copies: CopyStream = copies or (CopyEngine(arena.device) if gpu else CopyNow())
+        taken = allocator.take(page_class, reserve, OWNER)
+        if isinstance(taken, Shortage):
+            raise MemoryError(
+                f"{reserve} pages to reserve for prefill streaming, and the pool has {taken.obtainable}"
+            )
+        self._reserved = taken
+        self.table = torch.zeros_like(table.device_table)  # int64 [layers, experts] of a streamed step
+        self._staging = [torch.empty(table.shape, dtype=torch.int64, pin_memory=gpu) for _ in range(2)]
+        self._sent = [torch.cuda.Event() for _ in range(2)] if gpu else []
+        self.streamed_experts = 0  # copied since the start
+        self.in_place_experts = 0  # worth a copy, but without a page
+        self._ring: Ring | None = None
+        self._pages: list[int] = []  # by slot
+        self._ready: dict[int, Any] = {}  # layer -> mark behind its copies
+        self._next = 0  # the first copy that has not been asked for
+
+    @property
+    def reserved_pages(self) -> int:
+        """Expert pages of the pool that are held for life."""
+        return len(self._reserved)
+
+    @contextmanager
+    def step(self, tokens: int, share: np.ndarray | None = None) -> Iterator[torch.Tensor | None]:
+        """`begin` and `end` around a step."""
+        try:
+            yield self.begin(tokens, share)
+        finally:
+            self.end()
+
+    def begin(self, tokens: int, share: np.ndarray | None = None) -> torch.Tensor | None:
+        """Plan a step and start its first copies; the table to read, int64 `[layers, experts]`, or None
+        where the EXPERT table serves as well.
+
+        The EXPERT table must have no edits staged. share float `[layers, experts]`: the probability that
+        a token is routed to an expert (default: all alike).
+        """
+        assert self._ring is None, "a step was begun before the last one ended"
+        if share is None and not worth_streaming(tokens, self._share):
+            return None
+        mirror = self._experts.mirror
+        gain = crossings(tokens, self._share if share is None else share) - KERNEL_RATE
+        gain = np.where(mirror & EXPERT_HOST != 0, gain, 0.0)
+        wanted = np.count_nonzero(gain > 0, axis=1)
+        if not wanted.any():
+            return None
+        pages = self._take(min(2 * int(wanted.max()), int(wanted.sum())))
+        if not pages:
+            return None
+        self._pages, ring = pages, plan_ring(gain, len(pages))
+        rows = mirror.copy()
+        rows[ring.layer, ring.expert] = self._arena.address + np.asarray(pages)[ring.slot] * self._grain
+        self._upload(rows)
+        self.streamed_experts += len(ring.layer)
+        self.in_place_experts += int(wanted.sum()) - len(ring.layer)
+        self._ring, self._next = ring, 0
+        self._issue(int(ring.released[0]))
+        return self.table
+
+    def before(self, layer: int) -> None:
+        """Have the compute stream wait for the layer's experts."""
+        mark = self._ready.pop(layer, self)
+        if mark is not self:
+            self._copies.wait(mark)
+
+    def after(self, layer: int) -> None:
+        """The layer's MoE has been launched: what waits for its slots may follow it."""
+        assert self._ring is not None, "a layer's end outside a step"
+        self._issue(int(self._ring.released[layer + 1]))
+
+    def end(self) -> None:
+        """The step has been launched, or given up: give the pages back."""
+        if self._ring is None:
+            return
+        self._copies.wait(self._copies.mark())
+        given = self._pages[len(self._reserved) :]
+        if self._poison:
+            self._arena.poison(self._pages, self._grain, self.layout.page_bytes)
+        self._allocator.give(self._class, given, OWNER)
+        self._ring, self._pages = None, []
+        self._ready.clear()
+
+    def check(self) -> None:
+        """Assert that between steps only the reserved pages are held."""
+        held = self._allocator.held_by(self._class, OWNER)
+        assert held == len(self._reserved if self._ring is None else self._pages), "staging pages leaked"
+        assert self._ring is not None or not self._ready, "copies that nobody waits for"
+
+    # -- how it is done ----------------------------------------------------------------------------
+
+    def _take(self, wanted: int) -> list[int]:
+        """Up to `wanted` pages, the reserved ones first."""
+        more = min(wanted - len(self._reserved), self._allocator.obtainable(self._class))
+        taken = self._allocator.take(self._class, max(0, more), OWNER, sparing=True)
+        assert not isinstance(taken, Shortage), "the allocator refused what it had offered"
+        return self._reserved + taken
+
+    def _upload(self, rows: np.ndarray) -> None:
+        self._staging.reverse()
+        self._sent.reverse()
+        if self._sent:
+            self._sent[0].synchronize()  # of the step before the last one: long past
+        self._staging[0].numpy()[:] = rows
+        self.table.copy_(self._staging[0], non_blocking=True)
+        if self._sent:
+            self._sent[0].record()
+
+    def _issue(self, stop: int) -> None:
+        """Ask for the copies up to `stop`, behind what has been launched so far."""
+        ring, start = self._ring, self._next
+        if ring is None or start == stop:
+            return
+        self._copies.fence()
+        while start < stop:
+            layer = int(ring.layer[start])
+            end = min(stop, int(ring.ends[layer]))
+            self._copies.copy([self._pair(ring, at) for at in range(start, end)])
+            if end == ring.ends[layer]:
+                self._ready[layer] = self._copies.mark()
+            start = end
+        self._next = stop
+
+    def _pair(self, ring: Ring, at: int) -> tuple[torch.Tensor, torch.Tensor]:
+        page = self._arena.page(self._pages[ring.slot[at]], self._grain, self.layout.page_bytes)
+        return page, self._source(int(ring.layer[at]), int(ring.expert[at]))
