@@ -10,8 +10,8 @@ import argparse
 from rimuru.engine.config import POLICIES
 from rimuru.engine.llm import LLM
 
-_FLAGS = ("tokenizer", "dtype", "device", "load_format", "device_memory", "host_memory", "max_model_len",
-          "max_num_seqs", "max_num_batched_tokens", "memory_policy", "enable_prefix_caching")  # fmt: skip
+_FLAGS = ("tokenizer", "dtype", "device", "load_format", "dummy_routing", "device_memory", "host_memory",
+          "max_model_len", "max_num_seqs", "max_num_batched_tokens", "memory_policy", "enable_prefix_caching")  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--dummy-routing", metavar="uniform|model:FILE|trace:FILE")
     parser.add_argument("--device-memory", metavar="SIZE")
     parser.add_argument("--host-memory", metavar="SIZE")
     parser.add_argument("--max-model-len", type=int)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from rimuru.errors import ConfigError
 
 POLICIES = ("fixed", "static", "reactive", "economic")
+DUMMY_ROUTING = "--dummy-routing"
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
 
@@ -32,6 +33,22 @@ def parse_size(text: str | int, flag: str = "size") -> int:
     return int(value)
 
 
+def split_dummy_routing(spec: str) -> tuple[str, str, str]:
+    """(kind, file, entry) of `uniform`, `model:FILE[#ENTRY]` or `trace:FILE`.
+
+    FILE of `model` is a JSON file of routing models; without ENTRY, the one that bears the served model's
+    name. FILE of `trace` holds recorded routing (npz of integer arrays `[tokens, MoE layers, top_k]`).
+    """
+    kind, _, rest = spec.partition(":")
+    path, _, entry = rest.partition("#") if kind == "model" else (rest, "", "")
+    if kind not in ("uniform", "model", "trace") or bool(path) == (kind == "uniform"):
+        raise ConfigError(
+            f"{DUMMY_ROUTING} {spec!r} is unknown; choose uniform, model:FILE.json, model:FILE.json#ENTRY or "
+            "trace:FILE.npz"
+        )
+    return kind, path, entry
+
+
 @dataclass(slots=True)
 class EngineConfig:
     """Everything `rimuru serve` and `rimuru.LLM` accept that shapes the engine.
@@ -45,6 +62,7 @@ class EngineConfig:
     dtype: str = "auto"  # auto, bfloat16, float16, float32
     device: str = "auto"  # auto, cpu, cuda
     load_format: str = "auto"  # auto, safetensors, dummy
+    dummy_routing: str | None = None  # for load_format dummy: see `split_dummy_routing`
     seed: int = 0
     max_model_len: int | None = None
     max_num_seqs: int = 128
@@ -98,5 +116,11 @@ class EngineConfig:
             raise ConfigError(
                 f"--load-format {self.load_format!r} is unknown; choose auto, safetensors or dummy"
             )
+        if self.dummy_routing is not None:
+            split_dummy_routing(self.dummy_routing)
+            if self.load_format != "dummy":
+                raise ConfigError(
+                    f"{DUMMY_ROUTING} goes with --load-format dummy: real weights bring their own routing"
+                )
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ConfigError(f"--device {self.device!r} is unknown; choose auto, cpu or cuda")

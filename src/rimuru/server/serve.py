@@ -94,6 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--override-generation-config", type=_json_object, default={}, metavar="JSON")
     model.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"])
     model.add_argument("--load-format", default="auto", choices=["auto", "safetensors", "dummy"])
+    model.add_argument("--dummy-routing", metavar="uniform|model:FILE|trace:FILE",
+                       help="with --load-format dummy: choose experts as real models do")  # fmt: skip
     model.add_argument("--revision")
     model.add_argument("--trust-remote-code", action="store_true")
     model.add_argument("--seed", type=int, default=0)
