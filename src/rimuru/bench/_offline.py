@@ -11,7 +11,8 @@ from rimuru.engine.config import POLICIES
 from rimuru.engine.llm import LLM
 
 _FLAGS = ("tokenizer", "dtype", "device", "load_format", "dummy_routing", "device_memory", "host_memory",
-          "max_model_len", "max_num_seqs", "max_num_batched_tokens", "memory_policy", "enable_prefix_caching")  # fmt: skip
+          "max_model_len", "max_num_seqs", "max_num_batched_tokens", "memory_policy",
+          "enable_prefix_caching")  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
