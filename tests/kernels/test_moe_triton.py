@@ -72,6 +72,27 @@ def test_residency_changes_no_bit(tokens):
         assert torch.equal(kernels.moe(x, ids, weights, table, experts.layout), want)
 
 
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_experts_that_arrive_in_passes_change_no_bit_and_are_counted_once(tokens):
+    experts = Experts(5, 64, 64, torch.bfloat16)
+    x, ids, weights = experts.step(tokens, 3)
+    want = kernels.moe(x, ids, weights, experts.table, experts.layout)
+    touched = torch.zeros(5, dtype=torch.int32)
+    asked = []
+
+    def rows():
+        for some in ([1, 4], [0], [], [2, 3]):
+            row = torch.zeros_like(experts.table)
+            row[some] = experts.table[some] | (EXPERT_HOST if 0 in some else 0)
+            asked.append(some)
+            yield row
+        asked.append("done")
+
+    assert torch.equal(kernels.moe(x, ids, weights, rows(), experts.layout, touched), want)
+    assert asked[-1] == "done"
+    assert torch.equal(touched, torch.bincount(ids.flatten(), minlength=5).int())
+
+
 def test_more_host_tiles_than_lanes(monkeypatch):
     monkeypatch.setattr(sys.modules["rimuru.kernels.triton.moe"], "HOST_LANES", 2)
     experts = Experts(5, 64, 64, torch.bfloat16)

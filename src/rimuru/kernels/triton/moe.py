@@ -16,6 +16,8 @@ slices to the table and `(gate, slice)` to weights and ids. The layers run it de
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import triton
 import triton.language as tl
@@ -158,7 +160,7 @@ def moe(
     x: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
-    table: torch.Tensor,
+    table: torch.Tensor | Iterable[torch.Tensor],
     layout: ExpertLayout,
     touched: torch.Tensor | None = None,
     shared: torch.Tensor | None = None,
@@ -171,6 +173,10 @@ def moe(
     int32 `[E]` is incremented; shared `[T, H]` is added, times `sigmoid(gate)` of gate `[T]` or `[T, 1]`
     (any row stride). Returns `[T, H]`. Needs `pairs * (H + intermediate)` elements of transient memory.
     Raises ValueError for a dtype without a kernel.
+
+    Where experts are still arriving, `table` is an iterable of such rows: each is asked for when the
+    launches of the one before have been made, and holds 0 for the experts of other passes. The bits
+    are those of one pass.
     """
     tokens, top_k = ids.shape
     hidden, inter = layout.hidden, layout.intermediate
@@ -182,12 +188,14 @@ def moe(
     out = torch.empty_like(x)
     if tokens == 0:
         return out
-    gate_up, down = choose(tokens, top_k, table.numel(), layout.dtype, x.device)
-    plan = align(ids, table, gate_up.m, touched)
     act = torch.empty((tokens * top_k, inter), dtype=x.dtype, device=x.device)
     parts = torch.empty((tokens * top_k, hidden), dtype=x.dtype, device=x.device)
-    _product(x, act, plan, gate_up, layout, top_k, gate_up=True)
-    _product(act, parts, plan, down, layout, top_k, gate_up=False)
+    for row in (table,) if isinstance(table, torch.Tensor) else table:
+        gate_up, down = choose(tokens, top_k, row.numel(), layout.dtype, x.device)
+        plan = align(ids, row, gate_up.m, touched)
+        touched = None
+        _product(x, act, plan, gate_up, layout, top_k, gate_up=True)
+        _product(act, parts, plan, down, layout, top_k, gate_up=False)
     block = min(1024, triton.next_power_of_2(hidden))
     _combine_kernel[(tokens, triton.cdiv(hidden, block))](
         parts, ids, weights,
