@@ -97,9 +97,11 @@ class Fuzz:
     def do_decode(self) -> None:
         slots = [s for s in self.total if self.total[s] < 64]
         totals = [self.total[s] + 1 for s in slots]
-        for slot, total in zip(slots[: self.cache.grow_many(slots, totals)], totals, strict=False):
-            self.total[slot] = total
-            self.write(slot)
+        short = self.cache.grow_many(slots, totals)
+        for slot, total in zip(slots, totals, strict=True):
+            if slot not in short:
+                self.total[slot] = total
+                self.write(slot)
 
     def do_commit(self) -> None:
         slot = self.rng.randrange(SLOTS)
@@ -122,11 +124,11 @@ class Fuzz:
             moves = self.cache.compact(
                 self.rng.choice((2, 50)), lambda cls, page: page % 7 == 0, self.rng.random() < 0.5
             )
-            kept = {(m.cls, m.source): m.target for m in moves}
             group_class = [g.page_class for g in self.plan.groups_of(Kind.KV)]
-            for (group, page), word in list(self.words.items()):
-                if (group_class[group], page) in kept:
-                    self.words[group, kept[group_class[group], page]] = word
+            for m in moves:  # sources and targets are disjoint
+                for group, cls in enumerate(group_class):
+                    if cls == m.cls and (group, m.source) in self.words:
+                        self.words[group, m.target] = self.words.pop((group, m.source))
 
     # ---------------------------------------------------------------- other tenants
 

@@ -94,17 +94,19 @@ def test_edits_outside_the_table_are_refused():
     with pytest.raises(IndexError):
         Table((4,), torch.int32).stage_run(3, [1, 2])
     with pytest.raises(IndexError):
-        KVTables(1, 2, 4).stage_row(0, 0, 3, [1, 2])
+        KVTables(1, 2, 4).stage_blocks(0, 3, [1, 2])
     with pytest.raises(IndexError):
         Table((4,), torch.int32).stage(-1, 2)
 
 
 def test_rows_land_in_their_group_and_slot():
     tables = KVTables(groups=2, slots=3, blocks=4)
-    tables.stage_row(1, 2, 1, [7, 8])
+    tables.stage_blocks(2, 1, [7, 70, 8, 80])
     tables.flush(apply)
-    assert tables.device_table[1, 2].tolist() == [0, 7, 8, 0]
-    assert int(tables.device_table.sum()) == 15
+    assert tables.device_table[0, 2].tolist() == [0, 7, 8, 0]
+    assert tables.device_table[1, 2].tolist() == [0, 70, 80, 0]
+    assert int(tables.device_table.sum()) == 165
+    tables.check()
 
 
 def test_check_sees_a_device_table_written_behind_the_mirror():

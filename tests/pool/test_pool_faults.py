@@ -88,7 +88,7 @@ def test_a_block_written_into_two_rows_is_seen():
         fuzz.cache.admit(slot, [], 0)
         fuzz.cache.grow(slot, 2)
     for group in range(1, fuzz.groups):
-        fuzz.cache._rows[1][group][0] = fuzz.cache._rows[0][group][0]
+        fuzz.cache._rows[1][group] = fuzz.cache._rows[0][group]
     with pytest.raises(CorruptPoolError, match="stands in two blocks"):
         fuzz.cache.check()
 

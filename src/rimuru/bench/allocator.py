@@ -102,13 +102,11 @@ def bulk_work(plan: str = "") -> Work:
 def growth_work(plan: str = "") -> Work:
     """Every request grows by one block a step; then back in shuffled order."""
     cache = cache_of(plan, prefix_caching=False)
-    order = _shuffled()
+    slots, order = list(range(REQUESTS)), _shuffled()
 
     def work() -> None:
-        grow = cache.grow
         for blocks in range(1, PER_REQUEST + 1):
-            for slot in range(REQUESTS):
-                grow(slot, blocks, True)
+            cache.grow_many(slots, [blocks] * REQUESTS)
         for slot in order:
             cache.release(slot)
 

@@ -16,16 +16,16 @@ class Block:
     __slots__ = ("key", "pages", "stamp", "users")
 
     key: bytes | None
-    pages: tuple[int, ...]  # one per layer group
+    pages: bytes  # one a layer group, int32
     users: int  # slots in whose rows it stands
-    stamp: int  # the run that holds it while it has no users
+    stamp: int  # while it has no users, the run that holds it
 
 
 class IdleBlocks:
     """Blocks without users: least recently used requests first, within one tails before heads.
 
     A run is the blocks one request left behind, head first. A block that finds a user again stays
-    listed but counts no more: its stamp or its users tell.
+    listed but counts no more: its stamp tells.
     """
 
     def __init__(self) -> None:
@@ -53,12 +53,11 @@ class IdleBlocks:
         runs = self._runs
         while len(out) < n and runs:
             stamp, run = runs[0]
-            listed = len(run)
-            while run and len(out) < n:
-                block = run.pop()
-                if block.users == 0 and block.stamp == stamp:
-                    out.append(block)
-            self._listed -= listed - len(run)
+            tail = run[len(out) - n :]
+            del run[len(out) - n :]
+            self._listed -= len(tail)
+            tail.reverse()
+            out += [block for block in tail if block.stamp == stamp]
             if not run:
                 runs.popleft()
         self.count -= len(out)
@@ -72,13 +71,11 @@ class IdleBlocks:
     def runs(self) -> Iterator[list[Block]]:
         """The idle blocks of each run, head first, least recently used run first."""
         for stamp, run in self._runs:
-            yield [b for b in run if b.users == 0 and b.stamp == stamp]
+            yield [b for b in run if b.stamp == stamp]
 
     def _sweep(self) -> None:
         """Drop what is listed but not idle, so that a hot prefix does not pile up entries."""
         self._runs = deque(
-            (stamp, kept)
-            for stamp, run in self._runs
-            if (kept := [b for b in run if b.users == 0 and b.stamp == stamp])
+            (stamp, kept) for stamp, run in self._runs if (kept := [b for b in run if b.stamp == stamp])
         )
         self._listed = self.count

@@ -12,28 +12,32 @@ A block of its own is known by its first group's page. Blocks that were never pu
 they have one user, the slot in whose row they stand.
 
 Longer than 500 lines because growth, sharing, eviction and moves edit the same rows and counts; the
-order of eviction is in `idle`, the keys are in `prefix`, the choice of moves is the pool's.
+order of eviction is in `idle`, the keys are in `prefix`, the choice of moves is the pool's, the recount
+of everything is in `audit`.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, cycle, pairwise
 from typing import Protocol
 
-from rimuru.pool import Allocator, CorruptPoolError, Shortage
+import numpy as np
+
+from rimuru.pool import Allocator, Shortage
 from rimuru.pool.compact import plan_moves
 
+from .audit import audit
 from .idle import Block, IdleBlocks
 
 
 class RowWriter(Protocol):
     """What the cache needs of the device's block tables (`rimuru.pool.tables.KVTables`)."""
 
-    def stage_row(self, group: int, slot: int, block: int, pages: Sequence[int]) -> None: ...
+    def stage_blocks(self, slot: int, block: int, pages: Sequence[int]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +93,16 @@ class KVCache:
         self._groups_of: dict[int, list[int]] = {}
         for group, cls in enumerate(group_classes):
             self._groups_of.setdefault(cls, []).append(group)
+        self._classes = tuple(group_classes)
+        self._per = allocator.geometry.classes[group_classes[0]].per_parent
         self._each = {cls: len(groups) for cls, groups in self._groups_of.items()}
-        # rows[slot][group]: pages, those reserved ahead at the end.
-        self._rows = [[array("i") for _ in group_classes] for _ in range(slots)]
+        self._only = group_classes[0] if len(self._each) == 1 else None
+        # A slot's pages, block after block, each group's in turn; those reserved ahead at the end. Where all
+        # groups' pages are of one class, pages too few for another block may follow: the rest of a parent.
+        self._rows = [array("i") for _ in range(slots)]
+        self._room = [0] * slots  # whole blocks in a slot's row
         self._committed = [0] * slots  # leading blocks that need no publishing any more
-        self._only = next(iter(self._each.items())) if len(self._each) == 1 else None
-        self._cls = group_classes[0]
-        per = allocator.geometry.classes[self._cls].per_parent
-        self._per = per if len(group_classes) == 1 else 0
         self._ahead = reserve_blocks
-        self._active = 0  # slots that hold anything
-        self._room = [0] * slots  # blocks in a slot's row, those reserved ahead included
         self._taken = 0  # blocks whose pages are out of the allocator
         self._by_key: dict[bytes, Block] = {}
         # Of a slot's committed blocks: those found by key, in order, and the places of the others.
@@ -113,11 +116,21 @@ class KVCache:
 
     def free_blocks(self) -> int:
         """Blocks that can be taken now without evicting anything, reserved ones included."""
-        return self.allocator.obtainable_together(self._each) + self.reserved_blocks()
+        return self._obtainable() + self.reserved_blocks()
 
     def reserved_blocks(self) -> int:
         """Blocks taken ahead for the growth of running requests."""
         return sum(self._room) - sum(self.held)
+
+    def _obtainable(self) -> int:
+        """Blocks that the allocator could give, with what rows hold beyond whole blocks."""
+        if self._only is None or self._groups == 1:
+            return self.allocator.obtainable_together(self._each)
+        return (self.allocator.obtainable(self._only) + self._loose()) // self._groups
+
+    def _loose(self) -> int:
+        """Pages that rows hold beyond whole blocks."""
+        return sum(map(len, self._rows)) - self._groups * sum(self._room)
 
     def evictable_blocks(self) -> int:
         """Blocks that hold a cached prefix nobody reads."""
@@ -132,18 +145,18 @@ class KVCache:
         idle, reserved = self._idle.count, self.reserved_blocks()
         return BlockCounts(self._taken - idle - reserved, idle, reserved, self.free_blocks())
 
-    def spare_pages(self, cls: int) -> list[int]:
+    def spare_pages(self, cls: int) -> np.ndarray:
         """Pages of a class reserved ahead or with a cached prefix nobody reads: what others may have."""
-        groups = self._groups_of.get(cls, [])
-        out = [block.pages[group] for run in self._idle.runs() for block in run for group in groups]
-        for held, row in zip(self.held, self._rows, strict=True):
-            for group in groups:
-                out += row[group][held:]
-        return out
+        groups, n = self._groups_of.get(cls, []), self._groups
+        rows = [np.array(row[held * n :]) for held, row in zip(self.held, self._rows, strict=True)]
+        if self._only is None:
+            rows = [row.reshape(-1, n)[:, groups].ravel() for row in rows]
+        idle = _pages([block for run in self._idle.runs() for block in run], n)
+        return np.concatenate([idle[:, groups].ravel(), *rows])
 
     def row(self, slot: int, group: int = 0) -> list[int]:
         """The pages a slot uses, in order (a copy)."""
-        return self._rows[slot][group][: self.held[slot]].tolist()
+        return self._rows[slot][group :: self._groups][: self.held[slot]].tolist()
 
     def match(self, keys: Sequence[bytes]) -> int:
         """How many leading keys name a cached block."""
@@ -171,12 +184,10 @@ class KVCache:
             if block.users == 0:
                 self._idle.take(block)
             block.users += 1
-        for group, pages in enumerate(row):
-            pages.fromlist([block.pages[group] for block in blocks])
+        row.frombytes(b"".join([block.pages for block in blocks]))
         self.held[slot] = self._room[slot] = self._committed[slot] = hit_blocks
         if blocks:
             self._shared[slot] = blocks
-            self._active += 1
             self._write(slot, 0)
 
     def grow(self, slot: int, blocks_total: int, evict: bool = True) -> int:
@@ -192,54 +203,32 @@ class KVCache:
             return 0
         if blocks_total > self.max_blocks:
             raise ValueError(f"{blocks_total} blocks do not fit a row of {self.max_blocks}")
-        need, ahead = blocks_total - have, self._ahead
-        if blocks_total + ahead > self.max_blocks:
-            ahead = self.max_blocks - blocks_total
-        per = self._per
-        if per and need <= per <= need + ahead:  # growth as a rule: a parent is all it takes
-            row = self._rows[slot][0]
-            if self.prefix_caching:
-                pages = self.allocator.take_whole(self._cls, 1, None, row[-1] if have else None)
-            else:
-                pages = self.allocator.take_whole(self._cls, 1, slot)
-            if pages is not None:
-                row += pages
-                self._taken += per
-                self._room[slot] = have + per
-                self.held[slot] = blocks_total
-                if not have:
-                    self._active += 1
-                if self._tables is not None:
-                    self._tables.stage_row(0, slot, have, pages)
-                return 0
-        got = self._take_parents(slot, need, ahead) or self._take(slot, need, ahead)
-        if not got:
+        need, ahead = blocks_total - have, min(self._ahead, self.max_blocks - blocks_total)
+        if not self._take_parents(slot, need, ahead) and not self._take(slot, need, ahead):
             missing = self._make_room(need, slot, evict)
             if missing:
                 return missing
             # From now on reserve nothing, until a request ends: it would be taken back at once.
             self._ahead = 0
-            got = need
-        if not have:
-            self._active += 1
-        self._room[slot] = have + got
         self.held[slot] = blocks_total
-        if self._tables is not None:
-            self._write(slot, have)
+        self._write(slot, have)
         return 0
 
-    def grow_many(self, slots: Sequence[int], totals: Sequence[int], evict: bool = True) -> int:
-        """`grow` for many slots in order, up to the first that falls short; how many have enough now."""
+    def grow_many(self, slots: Sequence[int], totals: Sequence[int], evict: bool = True) -> list[int]:
+        """`grow` for many distinct slots; those that fell short and have what they had.
+
+        Slots that need one more parent each get them in one go.
+        """
         held, room = self.held, self._room
-        done = 0
+        growing = []
         for slot, total in zip(slots, totals, strict=True):
-            if total <= room[slot]:
-                if total > held[slot]:
-                    held[slot] = total
-            elif self.grow(slot, total, evict):
-                return done
-            done += 1
-        return done
+            if total > room[slot]:
+                growing.append((slot, total))
+            elif total > held[slot]:
+                held[slot] = total
+        if len(growing) > 1:
+            self._take_parent_each(growing)
+        return [slot for slot, total in growing if self.grow(slot, total, evict)]
 
     def commit(self, slot: int, keys: Sequence[bytes], upto_blocks: int) -> None:
         """Publish a slot's first `upto_blocks` blocks under their keys, for others to share.
@@ -256,17 +245,19 @@ class KVCache:
                 f"slot {slot} uses {self.held[slot]} blocks and has {len(keys)} keys; "
                 f"it cannot publish {upto_blocks}"
             )
-        by_key, shared, blank = self._by_key, self._shared[slot], self._blank
-        pages = zip(*(pages[start:upto_blocks] for pages in self._rows[slot]), strict=True)
+        known, shared, blank = self._by_key.setdefault, self._shared[slot], self._blank
+        width = 4 * self._groups
+        raw = self._rows[slot][start * self._groups : upto_blocks * self._groups].tobytes()
+        parts = [raw[at : at + width] for at in range(0, len(raw), width)]
         at = start
-        for key, block_pages in zip(keys[start:upto_blocks], pages, strict=True):
-            if key in by_key:
-                self._private[slot].append(at)
-            else:
-                block = blank.pop() if blank else Block()
-                block.key, block.pages, block.users = key, block_pages, 1
-                by_key[key] = block
+        for key, pages in zip(keys[start:upto_blocks], parts, strict=True):
+            block = blank.pop() if blank else Block()
+            if known(key, block) is block:
+                block.key, block.pages, block.users = key, pages, 1
                 shared.append(block)
+            else:
+                blank.append(block)
+                self._private[slot].append(at)
             at += 1
         self._committed[slot] = upto_blocks
 
@@ -287,32 +278,41 @@ class KVCache:
         if not self._room[slot]:
             return
         row = self._rows[slot]
-        if not self.prefix_caching:
-            self._free_all(slot)
+        if self.prefix_caching:
+            self._let_go(slot)
         else:
-            gone: list[tuple[int, ...]] = []
-            run: list[Block] = []
-            stamp = self._idle.next_stamp()
-            for block in self._shared[slot]:
-                block.users -= 1
-                if not block.users:
-                    if block.key is None:
-                        gone.append(block.pages)
-                        self._blank.append(block)
-                    else:
-                        block.stamp = stamp
-                        run.append(block)
-            if run:
-                self._idle.add(stamp, run)
-            own = [*self._private[slot], *range(self._committed[slot], self._room[slot])]
-            gone += [tuple(pages[i] for pages in row) for i in own]
-            self._give(None, gone)
-            self._shared[slot], self._private[slot] = [], []
-        for group in row:
-            del group[:]
+            self._taken -= self._room[slot]
+            for cls in self._each:
+                self.allocator.give_all(cls, slot)
+            self._note_freed(row)
+        del row[:]
         self.held[slot] = self._room[slot] = self._committed[slot] = 0
-        self._active -= 1
         self._ahead = self.reserve_blocks
+
+    def _let_go(self, slot: int) -> None:
+        """Blocks that others may find become idle where nobody else reads them; the others are free."""
+        row, n, done = self._rows[slot], self._groups, self._committed[slot]
+        gone = array("i")
+        run: list[Block] = []
+        stamp = self._idle.next_stamp()
+        for block in self._shared[slot]:
+            block.users -= 1
+            if not block.users:
+                if block.key is None:
+                    gone.frombytes(block.pages)
+                    self._blank.append(block)
+                    self._taken -= 1
+                else:
+                    block.stamp = stamp
+                    run.append(block)
+        if run:
+            self._idle.add(stamp, run)
+        for at in self._private[slot]:
+            gone += row[at * n : at * n + n]
+        gone += row[done * n :]
+        self._taken -= len(self._private[slot]) + self._room[slot] - done
+        self._give(None, gone)
+        self._shared[slot], self._private[slot] = [], []
 
     # ---------------------------------------------------------------- making room
 
@@ -334,34 +334,38 @@ class KVCache:
         """
         allocator = self.allocator
         runs = list(self._idle.runs())
-        places: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        for r, run in enumerate(runs):
-            for at, block in enumerate(run):
-                for cls, groups in self._groups_of.items():
-                    for group in groups:
-                        parent = allocator.parent_of(cls, block.pages[group])
-                        places.setdefault((cls, parent), []).append((r, at))
-        offers = []
-        for (cls, parent), found in places.items():
-            if parent >= 0 and allocator.load(cls, parent) == len(found):
-                heads: dict[int, int] = {}
-                for r, at in found:
-                    heads[r] = min(at, heads.get(r, at))
-                offers.append((sum(len(runs[r]) - at for r, at in heads.items()), max(heads), heads))
+        pages = _pages(chain.from_iterable(runs), self._groups)
+        lengths = np.array(list(map(len, runs)), np.int64)
+        run = np.repeat(np.arange(len(runs)), lengths)
+        at = np.arange(len(pages)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        # Price, newest run, and the runs with what would be left of them.
+        offers: list[tuple[int, int, np.ndarray, np.ndarray]] = []
+        for cls, groups in self._groups_of.items():
+            homes = allocator.parents_of(cls, pages[:, groups]).ravel()
+            order = np.argsort(homes, kind="stable")  # in a parent by run, in a run by place
+            homes, blocks = homes[order], order // len(groups)
+            bounds = [*np.flatnonzero(np.diff(homes, prepend=-1)).tolist(), len(homes)]
+            for start, stop in pairwise(bounds):
+                if stop - start == allocator.load(cls, int(homes[start])):
+                    found = blocks[start:stop]
+                    heads = found[np.flatnonzero(np.diff(run[found], prepend=-1))]
+                    price = int((lengths[run[heads]] - at[heads]).sum())
+                    offers.append((price, int(run[heads[-1]]), run[heads], at[heads]))
         offers.sort(key=lambda offer: offer[:2])
 
         def cut() -> int:
             return sum(map(allocator.parents, self._each))
 
         before = cut()
-        for _, _, heads in offers:
+        for _, _, which, keep in offers:
             if before - cut() >= parents:
                 break
-            victims = [block for r, at in heads.items() for block in runs[r][at:]]
+            victims: list[Block] = []
+            for r, length in zip(which.tolist(), keep.tolist(), strict=True):
+                victims += runs[r][length:]
+                del runs[r][length:]
             for block in victims:
                 self._idle.take(block)
-            for r, at in heads.items():
-                del runs[r][at:]
             self._forget(victims)
         return before - cut()
 
@@ -370,12 +374,14 @@ class KVCache:
         most: int = 64,
         pinned: Callable[[int, int], bool] = lambda cls, page: False,
         over_cached: bool = False,
+        parents: int | None = None,
     ) -> list[Move]:
         """Move pages together so that parents come back whole; at most `most` moves a page class.
 
-        Rows, shared blocks, tables and the allocator know the new places when this returns. The
-        caller copies the bytes of every move, in stream order after all work that was launched
-        before and before the tables are flushed; only then may a source be written or poisoned.
+        With `parents`, no more than it takes for so many of a class to come back. Rows, shared blocks,
+        tables and the allocator know the new places when this returns. The caller copies the bytes of
+        every move, in stream order after all work that was launched before and before the tables are
+        flushed; only then may a source be written or poisoned.
         `pinned(cls, page)`: pages that must stay (being sent elsewhere, guarded by an epoch).
         `over_cached`: pages in use may also take the places of cached blocks nobody reads, which are
         forgotten, one a page at most: then what is cached and what is in use lie in parents of
@@ -383,16 +389,9 @@ class KVCache:
         """
         moves: list[Move] = []
         for cls, groups in self._groups_of.items():
-            parents = self.allocator.open_parents(cls)
-            cached = self._cached_pages(groups) if over_cached else {}
-            for page in cached:
-                parent = self.allocator.parent_of(cls, page)
-                if parent not in parents:
-                    parents[parent] = self.allocator.pages_of(cls, parent), set()
-                parents[parent][0].remove(page)
-                parents[parent][1].add(page)
-            parents = {p: (used, free) for p, (used, free) in parents.items() if used}
-            plan = plan_moves(parents, partial(pinned, cls), most)
+            homes = self.allocator.open_parents(cls)
+            cached = self._offer_cached(cls, groups, homes) if over_cached else {}
+            plan = plan_moves(homes, partial(pinned, cls), most, parents)
             if not plan:
                 continue
             victims = list({id(b): b for _, target in plan if (b := cached.get(target))}.values())
@@ -401,7 +400,7 @@ class KVCache:
             self._forget(victims)
             self.allocator.move(cls, plan)
             new = dict(plan)
-            self._relocate(groups, new)
+            self._relocate(new)
             moves += [Move(cls, source, target) for source, target in plan]
             if self._freed is not None:
                 filled = {(cls, target) for target in new.values()}
@@ -409,24 +408,50 @@ class KVCache:
                 self._freed += [(cls, source) for source in new]
         return moves
 
-    def _cached_pages(self, groups: Sequence[int]) -> dict[int, Block]:
-        """Pages of some groups that hold a cached block nobody reads."""
-        return {block.pages[g]: block for run in self._idle.runs() for block in run for g in groups}
+    def _offer_cached(
+        self, cls: int, groups: Sequence[int], homes: dict[int, tuple[set[int], set[int]]]
+    ) -> dict[int, Block]:
+        """Count pages of cached blocks nobody reads as free in `homes`, parents -> pages (used, free).
 
-    def _relocate(self, groups: Sequence[int], new: dict[int, int]) -> None:
-        """Replace pages of some groups wherever they are written down."""
+        Returns the blocks by such pages; those that share their parent with no page in use are none.
+        """
+        blocks = [block for run in self._idle.runs() for block in run]
+        pages = _pages(blocks, self._groups)[:, groups]
+        found, where, count = np.unique(
+            self.allocator.parents_of(cls, pages), return_inverse=True, return_counts=True
+        )
+        loads = np.array([self.allocator.load(cls, home) for home in found.tolist()], np.int64)
+        for home in found[count == loads].tolist():
+            homes.pop(home, None)
+        mixed = (count < loads)[where].reshape(pages.shape)
+        cached: dict[int, Block] = {}
+        for i, page in zip(np.nonzero(mixed)[0].tolist(), pages[mixed].tolist(), strict=True):
+            home = self.allocator.parent_of(cls, page)
+            if home not in homes:
+                homes[home] = self.allocator.pages_of(cls, home), set()
+            homes[home][0].remove(page)
+            homes[home][1].add(page)
+            cached[page] = blocks[i]
+        return cached
+
+    def _relocate(self, new: dict[int, int]) -> None:
+        """Replace pages wherever they are written down. A page in use starts where no other does, so that
+        it is known without its class."""
+        n, roots = self._groups, self.allocator.roots_of
+        left = np.zeros(self.allocator.roots, bool)
+        left[roots(np.array(list(new)))] = True
+        changed: list[Block] = []
         for slot, row in enumerate(self._rows):
-            for group in groups:
-                if not new.keys().isdisjoint(row[group]):
-                    row[group] = array("i", [new.get(page, page) for page in row[group]])
-                    if self._tables is not None:
-                        self._tables.stage_row(group, slot, 0, row[group])
-        listed = chain(self._shared, self._idle.runs())
-        touched = [b for run in listed for b in run if not new.keys().isdisjoint(b.pages)]
-        for block in touched:  # one that two slots share comes twice, which no page minds: targets are free
-            block.pages = tuple(
-                new.get(page, page) if group in groups else page for group, page in enumerate(block.pages)
-            )
+            if not row or not left[roots(np.frombuffer(row, np.int32))].any():
+                continue
+            self._rows[slot] = array("i", [new.get(page, page) for page in row])
+            self._write(slot, 0)
+            changed += self._shared[slot]
+        idle = [block for run in self._idle.runs() for block in run]
+        hit = left[roots(_pages(idle, n))].any(axis=1)
+        changed += [idle[i] for i in np.flatnonzero(hit).tolist()]
+        for block in changed:  # one that two slots share comes twice, which no page minds: targets are free
+            block.pages = array("i", [new.get(page, page) for page in array("i", block.pages)]).tobytes()
 
     def reset_prefix(self) -> None:
         """Forget every cached prefix; blocks in use stay but cannot be found any more."""
@@ -452,11 +477,11 @@ class KVCache:
         """Give a slot `need` more blocks at others' cost; 0, or the blocks missing if it cannot be."""
         spare = self.reserved_blocks() - (self._room[slot] - self.held[slot])
         over = max(-(-self.allocator.excess(cls) // n) for cls, n in self._each.items())
-        short = need + over - self.allocator.obtainable_together(self._each)
+        short = need + over - self._obtainable()
         possible = spare + (self._idle.count if evict else 0)
         if short > possible:
             return short - possible
-        if spare:
+        if spare or self._loose():
             short -= self.take_back_reserved(but=slot)
         if short > 0:
             victims = self._idle.pop(short)
@@ -465,100 +490,125 @@ class KVCache:
             else:
                 need -= self._adopt(slot, victims)
         if need:
-            got = self._take(slot, need, 0)
-            assert got == need
+            took = self._take(slot, need, 0)
+            assert took
         return 0
 
     def _adopt(self, slot: int, blocks: Sequence[Block]) -> int:
         """Put the pages of idle blocks into a slot's row, as if evicted and taken again."""
         self._unpublish(blocks)
-        for group, pages in enumerate(self._rows[slot]):
-            pages.fromlist([block.pages[group] for block in blocks])
-        if self._freed is not None:
-            for cls, groups in self._groups_of.items():
-                self._freed += [(cls, block.pages[group]) for block in blocks for group in groups]
+        pages = b"".join([block.pages for block in blocks])
+        self._append(slot, pages)
+        self._taken -= len(blocks)  # they were out and stay so
+        self._note_freed(array("i", pages))
         return len(blocks)
 
     # ---------------------------------------------------------------- pages
 
-    def _take_parents(self, slot: int, need: int, ahead: int) -> int:
-        """`_take` where whole parents hold what is needed, and no more than may be reserved; else 0."""
-        if self._only is None:
-            return 0
-        cls, n = self._only
-        row = self._rows[slot]
-        owner = near = None
-        if not self.prefix_caching:
-            owner = slot
-        elif row[-1]:
-            near = row[-1][-1]
-        pages, per = need * n, self.allocator.geometry.classes[cls].per_parent
-        parents = 1 if pages <= per else -(-pages // per)
-        extra = parents * per - pages
-        if extra > ahead * n or (n > 1 and extra % n):
-            return 0
-        whole = self.allocator.take_whole(cls, parents, owner, near)
-        if whole is None:
-            return 0
-        if n == 1:
-            row[0] += whole
-        else:
-            for group in range(n):
-                row[group] += whole[group::n]
-        got = (pages + extra) // n
-        self._taken += got
-        return got
+    def _append(self, slot: int, pages: bytes) -> None:
+        """Pages (int32) taken from the allocator go to the end of a slot's row."""
+        row, had = self._rows[slot], self._room[slot]
+        row.frombytes(pages)
+        have = self._room[slot] = len(row) // self._groups
+        self._taken += have - had
 
-    def _take(self, slot: int, need: int, ahead: int) -> int:
-        """Append `need` blocks (and up to `ahead` more) to a slot's row; how many were, 0 if short."""
-        row = self._rows[slot]
+    def _lacking(self, slot: int, blocks: int) -> int:
+        """Pages that a slot's row needs for `blocks` blocks more."""
+        return (self._room[slot] + blocks) * self._groups - len(self._rows[slot])
+
+    def _take_parents(self, slot: int, need: int, ahead: int) -> bool:
+        """`_take` where whole parents hold what is needed, and no more than may be reserved."""
+        cls, row = self._only, self._rows[slot]
+        if cls is None:
+            return False
+        pages = self._lacking(slot, need)
+        parents = -(-pages // self._per)
+        if parents * self._per - pages >= (ahead + 1) * self._groups:
+            return False
+        if self.prefix_caching:
+            whole = self.allocator.take_whole(cls, parents, None, row[-1] if row else None)
+        else:
+            whole = self.allocator.take_whole(cls, parents, slot)
+        if whole is None:
+            return False
+        self._append(slot, whole)
+        return True
+
+    def _take_parent_each(self, growing: Sequence[tuple[int, int]]) -> None:
+        """`_take_parents` for many (slot, blocks in all) that need one each; for all of them or none."""
+        cls, per, rows, n = self._only, self._per, self._rows, self._groups
+        if cls is None:
+            return
+        slots = [slot for slot, _ in growing]
+        pages = [len(rows[slot]) for slot in slots]
+        lacking = [total * n - had for (_, total), had in zip(growing, pages, strict=True)]
+        if max(lacking) > per or min(lacking) <= per - (self._ahead + 1) * n:
+            return
+        if max(pages) + per >= (self.max_blocks + 1) * n:
+            return
+        nears = [rows[slot][-1] for slot in slots if rows[slot]] if self.prefix_caching else None
+        whole = self.allocator.take_whole_each(cls, slots, nears)
+        if whole is None:
+            return
+        room, tables, at = self._room, self._tables, 0
+        before = sum(room)
+        for slot, had in zip(slots, pages, strict=True):
+            row = rows[slot]
+            row.frombytes(whole[at : at + 4 * per])
+            at += 4 * per
+            room[slot] = now = (had + per) // n
+            if tables is not None:
+                have = had // n
+                tables.stage_blocks(slot, have, row[have * n : now * n])
+        self._taken += sum(room) - before
+
+    def _take(self, slot: int, need: int, ahead: int) -> bool:
+        """Append `need` blocks (and up to `ahead` more) to a slot's row, or nothing where they are short."""
+        row, n = self._rows[slot], self._groups
         # With prefix caching the pages may outlive the request, so that they are nobody's.
         owner = None if self.prefix_caching else slot
         if self._only is not None:
-            cls, n = self._only
-            near = row[-1][-1] if owner is None and row[0] else None
-            pages = self.allocator.take(cls, need * n, owner, ahead * n, n, near)
+            near = row[-1] if owner is None and row else None
+            pages = self.allocator.take(self._only, self._lacking(slot, need), owner, ahead * n, n, near)
             if isinstance(pages, Shortage):
-                return 0
-            packed = array("i", pages)
-            for group in range(n):
-                row[group] += packed[group::n]
-            got = len(pages) // n
-            self._taken += got
-            return got
-        near_by = [pages[-1] for pages in row] if owner is None and row[0] else None
+                return False
+            self._append(slot, array("i", pages).tobytes())
+            return True
+        last = row[-n:] if owner is None else None
         most = self.allocator.obtainable_together(self._each)
         if most < need:
-            return 0
+            return False
         got = min(need + ahead, most)
         taken: dict[int, list[int]] = {}
         for sparing in (False, True):
-            for cls, n in self._each.items():
-                last = near_by[self._groups_of[cls][-1]] if near_by else None
-                pages = self.allocator.take(cls, need * n, owner, (got - need) * n, n, last, sparing)
+            for cls, groups in self._groups_of.items():
+                k, near = len(groups), last[groups[-1]] if last else None
+                pages = self.allocator.take(cls, need * k, owner, (got - need) * k, k, near, sparing)
                 if isinstance(pages, Shortage):
                     break
                 taken[cls] = pages
-                got = min(got, len(pages) // n)
+                got = min(got, len(pages) // k)
             if len(taken) == len(self._each):
                 break
             # One class took parents that another needs: pack them as `obtainable_together` does.
             for cls, pages in taken.items():
                 self.allocator.give(cls, pages, owner)
             taken, got = {}, need
+        blocks = array("i", bytes(4 * n * got))
         for cls, groups in self._groups_of.items():
-            n, pages = len(groups), taken[cls]
-            if len(pages) > got * n:
-                self.allocator.give(cls, pages[got * n :], owner)
+            k, pages = len(groups), taken[cls]
+            if len(pages) > got * k:
+                self.allocator.give(cls, pages[got * k :], owner)
             for i, group in enumerate(groups):
-                row[group].extend(pages[i : got * n : n])
-        self._taken += got
-        return got
+                blocks[group::n] = array("i", pages[i : got * k : k])
+        self._append(slot, blocks.tobytes())
+        return True
 
     def _forget(self, blocks: Sequence[Block]) -> None:
         """Free blocks that are idle no more and have no users."""
         self._unpublish(blocks)
-        self._give(None, [block.pages for block in blocks])
+        self._taken -= len(blocks)
+        self._give(None, array("i", b"".join([block.pages for block in blocks])))
 
     def _unpublish(self, blocks: Sequence[Block]) -> None:
         by_key = self._by_key
@@ -567,106 +617,44 @@ class KVCache:
         self._blank += blocks
 
     def _cut(self, slot: int, keep: int) -> None:
-        """Give back the blocks of a slot's row from `keep` on."""
-        if keep == self._room[slot]:
+        """Give back the pages of a slot's row behind `keep` blocks."""
+        row, stop = self._rows[slot], keep * self._groups
+        if stop == len(row):
             return
-        row = self._rows[slot]
-        owner = None if self.prefix_caching else slot
-        self._give(owner, list(zip(*(pages[keep:] for pages in row), strict=True)))
-        for pages in row:
-            del pages[keep:]
+        self._taken -= self._room[slot] - keep
+        self._give(None if self.prefix_caching else slot, row[stop:])
+        del row[stop:]
         self._room[slot] = keep
-        if not keep:
-            self._active -= 1
 
-    def _give(self, owner: int | None, blocks: Sequence[tuple[int, ...]]) -> None:
-        """Give blocks' pages back to the allocator."""
-        if not blocks:
+    def _give(self, owner: int | None, pages: array[int]) -> None:
+        """Give pages, of blocks one after the other, back to the allocator."""
+        if not pages:
             return
-        self._taken -= len(blocks)
-        for cls, groups in self._groups_of.items():
-            if self._groups == 1:
-                pages = [page for (page,) in blocks]
-            else:
-                pages = [block[group] for block in blocks for group in groups]
-            self.allocator.give(cls, pages, owner)
-            if self._freed is not None:
-                self._freed += [(cls, page) for page in pages]
+        if self._only is not None:
+            self.allocator.give(self._only, pages, owner)
+        else:
+            for cls, groups in self._groups_of.items():
+                mine = chain.from_iterable(pages[group :: self._groups] for group in groups)
+                self.allocator.give(cls, mine, owner)
+        self._note_freed(pages)
 
-    def _free_all(self, slot: int) -> None:
-        """Give back everything a slot holds when none of it is shared."""
-        row = self._rows[slot]
-        self._taken -= self._room[slot]
-        for cls, groups in self._groups_of.items():
-            self.allocator.give_all(cls, slot)
-            if self._freed is not None:
-                self._freed += [(cls, page) for group in groups for page in row[group]]
+    def _note_freed(self, pages: array[int]) -> None:
+        if self._freed is not None:
+            self._freed += zip(cycle(self._classes), pages)
 
     def _write(self, slot: int, start: int) -> None:
+        """Hand a slot's blocks from `start` on to the tables."""
         if self._tables is not None:
-            for group, pages in enumerate(self._rows[slot]):
-                self._tables.stage_row(group, slot, start, pages[start:])
+            n = self._groups
+            self._tables.stage_blocks(slot, start, self._rows[slot][start * n : self._room[slot] * n])
 
     # ---------------------------------------------------------------- checking
 
     def check(self) -> None:
         """Recount everything; `CorruptPoolError` where the books contradict themselves."""
+        audit(self)
 
-        def require(truth: bool, what: str) -> None:
-            if not truth:
-                raise CorruptPoolError(what)
 
-        users: dict[int, int] = {}
-        records: dict[int, Block] = {}
-        private = 0
-        pages_seen: set[tuple[int, int]] = set()  # (class, page)
-
-        def claim(block: tuple[int, ...]) -> None:
-            for cls, groups in self._groups_of.items():
-                for group in groups:
-                    place = (cls, block[group])
-                    require(place not in pages_seen, f"page {place[1]} of {block} stands in two blocks")
-                    pages_seen.add(place)
-
-        active = 0
-        for slot, row in enumerate(self._rows):
-            have, done = self._room[slot], self._committed[slot]
-            active += have > 0
-            require(all(len(pages) == have for pages in row), f"slot {slot}: rows and room differ")
-            require(
-                0 <= done <= self.held[slot] <= have <= self.max_blocks,
-                f"slot {slot}: {done} published, {self.held[slot]} used, {have} in the row",
-            )
-            blocks = list(zip(*row, strict=True))
-            own = {*self._private[slot], *range(done, have)}
-            shared = [pages for i, pages in enumerate(blocks) if i not in own]
-            require(
-                shared == [block.pages for block in self._shared[slot]],
-                f"slot {slot}: the row differs from the shared blocks it should show",
-            )
-            for block in self._shared[slot]:
-                users[id(block)] = users.get(id(block), 0) + 1
-                records[id(block)] = block
-            for i in own:
-                claim(blocks[i])
-                private += 1
-        require(active == self._active, f"{active} slots are active, {self._active} counted")
-        idle = [block for run in self._idle.runs() for block in run]
-        require(len(idle) == self._idle.count, f"{len(idle)} blocks are idle, {self._idle.count} counted")
-        for block in idle:
-            require(id(block) not in records, f"block {block.pages} is idle twice or in use")
-            require(block.key is not None, f"block {block.pages} is kept for nobody")
-            records[id(block)] = block
-        for block in records.values():
-            require(block.users == users.get(id(block), 0), f"block {block.pages}: {block.users} users")
-            claim(block.pages)
-            if block.key is not None:
-                require(self._by_key.get(block.key) is block, f"block {block.pages} is not found by key")
-        found = sum(block.key is not None for block in records.values())
-        require(found == len(self._by_key), "a key names a block that is gone")
-        taken = private + len(records)
-        require(taken == self._taken, f"{taken} blocks are taken, {self._taken} counted")
-        for cls, n in self._each.items():
-            require(
-                self.allocator.used(cls) >= taken * n, f"class {cls}: blocks need more pages than are out"
-            )
+def _pages(blocks: Iterable[Block], groups: int) -> np.ndarray:
+    """The pages of blocks, int32 `[blocks, groups]`."""
+    return np.frombuffer(b"".join([block.pages for block in blocks]), np.int32).reshape(-1, groups)

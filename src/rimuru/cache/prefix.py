@@ -50,10 +50,10 @@ def extend_keys(
     part = tokens[first * block_tokens : full * block_tokens]
     if isinstance(part, np.ndarray):
         data = part.astype(np.int32, copy=False).tobytes()
-    elif isinstance(part, array) and part.typecode == "i":
+    elif isinstance(part, array) and part.typecode in "iI":
         data = part.tobytes()
     else:
-        data = array("i", part).tobytes()
+        data = array("I", part).tobytes()  # the same bytes as of "i", a third of the time
     step = 4 * block_tokens
     copy = _hasher(seed, salt).copy
     key = keys[-1] if keys else bytes(KEY_BYTES)

@@ -1,7 +1,7 @@
 """The page pool: KV cache, recurrent state and experts as tenants of one piece of memory.
 
-Room: the pool. Rule: imports nothing else of the package. `geometry`, `allocator` and `ledger` need
-the standard library only; `arena` and `tables` need torch and are imported by name.
+Room: the pool. Rule: imports nothing else of the package. `geometry` and `ledger` need the
+standard library only, `allocator` numpy too; `arena` and `tables` need torch and are imported by name.
 """
 
 from .allocator import Allocator, Counts, Shortage, Span

@@ -16,8 +16,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from .audit import audit
 from .errors import (
@@ -215,7 +216,7 @@ class Allocator:
                 whole += 1  # what is asked for ahead is all that a new parent would have left
             if whole:
                 parents = self._new_parents(level, whole)
-                pages += chain.from_iterable(map(level.pages_of, parents))
+                pages += level.pages_in(parents).ravel().tolist()
                 if owner is None:
                     level.split.update(dict.fromkeys(parents, FULL))
                 else:
@@ -231,10 +232,9 @@ class Allocator:
         level.used += len(pages)
         return pages
 
-    def take_whole(
-        self, cls: int, parents: int, owner: Hashable, near: int | None = None
-    ) -> array[int] | None:
-        """All pages of `parents` fresh parents: what `take` does for as many, at a fraction of its cost.
+    def take_whole(self, cls: int, parents: int, owner: Hashable, near: int | None = None) -> bytes | None:
+        """All pages of `parents` fresh parents, int32 each: what `take` does for as many, at a fraction
+        of its cost.
 
         None where `take` must decide: the class is not cut from the root or has a limit, too few root
         pages are free, the owner holds parts of parents, or the parent of page `near` has free pages.
@@ -251,27 +251,52 @@ class Allocator:
                 holding = level.held[owner] = Holding()
         elif holding.parts:
             return None
-        root.free -= parents
-        level.cut += parents
-        level.used += parents * level.per
-        pages, per, stride = level.pages, level.per, root.stride
-        if not pages:
-            level.list_pages()
-        if parents == 1 and root.stack:
-            parent = root.stack.pop()
+        fresh = self._cut_roots(level, root, parents)
+        if parents == 1:
+            (parent,) = fresh
             if holding is None:
                 level.split[parent] = FULL
             else:
                 holding.whole.append(parent)
-            start = parent // stride * per
-            return pages[start : start + per]
-        fresh = self._pop_roots(root, parents)
+            return array("i", level.range_of(parent)).tobytes()
         if holding is None:
             level.split.update(dict.fromkeys(fresh, FULL))
         else:
             holding.whole += fresh
-        starts = [parent // stride * per for parent in fresh]
-        return array("i", b"".join([pages[start : start + per] for start in starts]))
+        return level.pages_in(fresh).tobytes()
+
+    def take_whole_each(
+        self, cls: int, owners: Sequence[Hashable], nears: Sequence[int] | None = None
+    ) -> bytes | None:
+        """`take_whole` of one parent for each of several owners, one after the other; None where it would
+        be for one of them, and then nobody got anything. With `nears` for nobody in particular."""
+        level = self._levels[cls]
+        root, n = level.quick, len(owners)
+        if root is None or root.free < n:
+            return None
+        if nears is not None:
+            split, stride = level.split, root.stride
+            if any(split.get(near - near % stride) for near in nears):
+                return None
+            fresh = self._cut_roots(level, root, n)
+            split.update(dict.fromkeys(fresh, FULL))
+            return level.pages_in(fresh).tobytes()
+        held = level.held
+        holdings = [held[owner] if owner in held else Holding() for owner in owners]
+        if any(holding.parts for holding in holdings):
+            return None
+        fresh = self._cut_roots(level, root, n)
+        for holding, parent in zip(holdings, fresh, strict=True):
+            holding.whole.append(parent)
+        held.update(zip(owners, holdings, strict=True))
+        return level.pages_in(fresh).tobytes()
+
+    def _cut_roots(self, level: Level, root: Level, parents: int) -> array[int]:
+        """Free root pages, cut for a level and all their pages counted as used."""
+        root.free -= parents
+        level.cut += parents
+        level.used += parents * level.per
+        return self._pop_roots(root, parents)
 
     @staticmethod
     def _pop_roots(root: Level, n: int) -> array[int]:
@@ -323,7 +348,7 @@ class Allocator:
             extra = min(per - n, ahead)
             n += extra - extra % unit
         n = min(n, per)
-        every = level.pages_of(parent)
+        every = level.range_of(parent)
         pages = list(every[:n])
         level.split[parent] = set(every[n:]) if n < per else FULL
         level.free += per - n
@@ -469,14 +494,14 @@ class Allocator:
         """Parents of a class with both used and free pages, as (used, free); see `compact`."""
         level = self._levels[cls]
         return {
-            parent: (set(level.pages_of(parent)) - level.split[parent], set(level.split[parent]))
+            parent: (set(level.range_of(parent)) - level.split[parent], set(level.split[parent]))
             for bucket in level.buckets
             for parent in bucket
         }
 
     def pages_of(self, cls: int, parent: int) -> set[int]:
         """All pages of a parent cut for this class."""
-        return set(self._levels[cls].pages_of(parent))
+        return set(self._levels[cls].range_of(parent))
 
     def is_cut(self, cls: int, page: int) -> bool:
         """Whether a page of this class is cut into smaller ones, so that it cannot move."""
@@ -488,6 +513,14 @@ class Allocator:
     def parent_of(self, cls: int, page: int) -> int:
         """The parent in which a page of this class lies (-1: the pool itself)."""
         return self._parent_of(self._levels[cls], page)
+
+    def parents_of(self, cls: int, pages: np.ndarray) -> np.ndarray:
+        """`parent_of` of an array of pages of a class that is not the root's."""
+        return self._parent_of(self._levels[cls], pages)
+
+    def roots_of(self, pages: np.ndarray) -> np.ndarray:
+        """The root pages, by number, in which pages of any class lie."""
+        return pages // self._levels[0].stride
 
     def load(self, cls: int, parent: int) -> int:
         """Used pages of a parent cut for this class."""
@@ -543,7 +576,7 @@ class Allocator:
         if holding.whole:
             level.split.update(dict.fromkeys(holding.whole, FULL))
             for parent in holding.whole:
-                holding.parts[parent] = set(level.pages_of(parent))
+                holding.parts[parent] = set(level.range_of(parent))
             holding.whole = array("i")
 
     def _by_parent(self, level: Level, pages: list[int]) -> dict[int, set[int]]:
@@ -565,19 +598,20 @@ class Allocator:
                 start, stop = parent, parent + level.span
         return by_parent
 
-    def _parent_of(self, level: Level, page: int) -> int:
+    def _parent_of(self, level: Level, page: Any) -> Any:
+        """The parent of a page or, where there is one, of each page of an array."""
         if level.parent is None:
             return ROOT
         if level.simple:
             return page - page % level.parent.stride
-        chain = []
+        strides = []
         up: Level | None = level.parent
         while up is not None:
-            chain.append(up.stride)
+            strides.append(up.stride)
             up = up.parent
         base = 0
-        for stride in reversed(chain):
-            base += (page - base) // stride * stride
+        for stride in reversed(strides):
+            base = base + (page - base) // stride * stride
         return base
 
     @staticmethod
@@ -603,7 +637,7 @@ class Allocator:
         free = level.split.get(parent)
         if free is None or not free.isdisjoint(pages):
             return False
-        if not pages.issubset(level.pages_of(parent) if level.parent else level.range_of(parent)):
+        if not pages.issubset(level.range_of(parent)):
             return False
         return not any(page in child.split for child in level.children for page in pages)
 

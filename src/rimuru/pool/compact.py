@@ -12,13 +12,15 @@ def plan_moves(
     parents: Mapping[int, tuple[Collection[int], Collection[int]]],
     pinned: Callable[[int], bool],
     most: int,
+    enough: int | None = None,
 ) -> list[tuple[int, int]]:
     """Moves (source page, target page) that free the most of `parents` for the fewest pages moved.
 
     parents: of one class, those with both used and free pages, as (used pages, free pages). The
     emptiest give their pages to the fullest. A parent with a pinned page stays but takes pages in.
     What then remains is filled up, so that at most one parent without pinned pages is left partly
-    used, if `most` moves suffice. Sources and targets are disjoint.
+    used, if `most` moves suffice; not so with `enough`, the number of parents to free at most.
+    Sources and targets are disjoint.
     """
     stuck = {p: any(map(pinned, used)) for p, (used, _) in parents.items()}
     # Those that stay anyway come first among the takers; then the fullest.
@@ -30,7 +32,7 @@ def plan_moves(
         used, free = parents[parent]
         room -= len(free)
         # All pages of the givers so far must fit the parents that stay.
-        if stuck[parent] or moved + len(used) > min(room, most):
+        if stuck[parent] or moved + len(used) > min(room, most) or len(givers) == enough:
             break
         givers.append(parent)
         moved += len(used)
@@ -38,6 +40,8 @@ def plan_moves(
     targets = [page for p in stay for page in sorted(parents[p][1])]
     sources = [page for p in givers for page in sorted(parents[p][0])]
     moves = list(zip(sources, targets, strict=False))
+    if enough is not None:
+        return moves
     return moves + _fill(parents, stay, targets[len(moves) :], stuck, most - len(moves))
 
 

@@ -7,7 +7,9 @@ allocator's business.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+
+import numpy as np
 
 from .geometry import Kind
 
@@ -35,7 +37,7 @@ class Level:
 
     __slots__ = (
         "buckets", "children", "cut", "filled", "free", "held", "index", "kind", "limit", "limited", "name",
-        "pages", "parent", "per", "quick", "simple", "span", "split", "stack", "stride", "used",
+        "offsets", "parent", "per", "quick", "simple", "span", "split", "stack", "stride", "used",
     )  # fmt: skip
 
     def __init__(self, index: int, name: str, kind: Kind | None, stride: int, per: int, parent: Level | None):
@@ -48,7 +50,8 @@ class Level:
         self.quick = parent if self.simple else None  # the root, where no limit is in the way
         self.children: list[Level] = []
         self.split: dict[int, set[int]] = {}  # parent -> its free pages; those held whole are not here
-        self.pages = array("i")  # all pages of all parents, where those are root pages; see `pages_of`
+        # Where the pages of a parent start, from its own start.
+        self.offsets = np.arange(per if parent else 0, dtype=np.int32) * np.int32(stride)
         self.cut = 0  # parents cut for this level, those held whole included
         self.stack = array("i")  # of the root's free pages those that merged last, see `_unstack`
         # Open parents by how many free pages they have, and a bit for each bucket that is not empty.
@@ -77,21 +80,9 @@ class Level:
         first = 0 if parent == ROOT else parent
         return range(first, first + self.span, self.stride)
 
-    def list_pages(self) -> None:
-        """Make the array of all pages of all root pages."""
-        assert self.parent is not None
-        for page in self.parent.range_of(ROOT):
-            self.pages.extend(self.range_of(page))
+    def pages_in(self, parents: Sequence[int]) -> np.ndarray:
+        """All pages of several parents, int32 `[parents, pages]`.
 
-    def pages_of(self, parent: int) -> array[int]:
-        """All pages of a parent.
-
-        Cut from one array, not made or kept one by one: the cost of taking a parent is that of the
-        cache lines it touches.
+        Made by one addition, not read from a list of all pages: that would cost a cache miss a parent.
         """
-        if not self.simple or self.parent is None:
-            return array("i", self.range_of(parent))
-        if not self.pages:
-            self.list_pages()
-        start = parent // self.parent.stride * self.per
-        return self.pages[start : start + self.per]
+        return np.array(parents, np.int32)[:, None] + self.offsets

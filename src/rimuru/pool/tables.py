@@ -98,7 +98,8 @@ class Table:
         self._flat = self.mirror.reshape(-1)
         self._ring = StagingRing(ring, dtype, self.device_table.device)
         self._cells: list[int] = []  # edited one at a time
-        self._runs: list[np.ndarray] = []  # edited many at a time
+        self._runs: list[tuple[int, int]] = []  # edited one after the other, as (start, stop)
+        self._many: list[np.ndarray] = []  # edited many at a time
 
     def stage(self, index: int, value: int) -> None:
         """Set one cell, by its index in the flattened table."""
@@ -113,32 +114,38 @@ class Table:
         if stop > self._flat.size or start < 0:
             raise IndexError(f"cells {start} to {stop} of a table with {self._flat.size}")
         self._flat[start:stop] = values
+        self.mark(start, stop)
+
+    def mark(self, start: int, stop: int) -> None:
+        """The cells from `start` to `stop` of the mirror have been set."""
         if stop - start == 1:
             self._cells.append(start)
         else:
-            self._runs.append(np.arange(start, stop))
+            self._runs.append((start, stop))
 
     def stage_many(self, index: np.ndarray, value: np.ndarray) -> None:
         """Set many cells; where an index repeats, its last value counts."""
         self._flat[index] = value
-        self._runs.append(np.asarray(index, dtype=np.int64))
+        self._many.append(np.asarray(index, dtype=np.int64))
 
     @property
     def staged(self) -> int:
         """Edits that wait for `flush` (a cell edited twice counts twice)."""
-        return len(self._cells) + sum(map(len, self._runs))
+        runs = sum(stop - start for start, stop in self._runs)
+        return len(self._cells) + runs + sum(map(len, self._many))
 
     def flush(self, apply: Apply) -> int:
         """Hand the edited cells to `apply(device_table, index int64 [n], value [n])`; returns n.
 
         The indices are distinct and ascending, the values those of the mirror.
         """
-        if not self._cells and not self._runs:
+        if not self._cells and not self._runs and not self._many:
             return 0
-        parts = [*self._runs, np.array(self._cells, dtype=np.int64)]
+        parts = [*self._many, np.array(self._cells, dtype=np.int64), _cells_of(self._runs)]
         index = np.unique(np.concatenate(parts))
         self._cells.clear()
         self._runs.clear()
+        self._many.clear()
         where, value = self._ring.send(index, self._flat[index])
         apply(self.device_table, where, value)
         return len(index)
@@ -149,6 +156,16 @@ class Table:
             return
         if not np.array_equal(self.device_table.cpu().numpy(), self.mirror):
             raise CorruptPoolError(f"the table {self.shape} on the device differs from its mirror")
+
+
+def _cells_of(runs: Sequence[tuple[int, int]]) -> np.ndarray:
+    """The cells of runs of cells, int64."""
+    if not runs:
+        return np.zeros(0, np.int64)
+    start, stop = np.array(runs, dtype=np.int64).T
+    length = stop - start
+    before = np.cumsum(length) - length
+    return np.arange(length.sum()) + np.repeat(start - before, length)
 
 
 class KVTables:
@@ -163,11 +180,19 @@ class KVTables:
         """int32 `[groups, slots, blocks]` on the device."""
         return self.table.device_table
 
-    def stage_row(self, group: int, slot: int, block: int, pages: Sequence[int]) -> None:
-        """Set a slot's pages from `block` on."""
-        if block + len(pages) > self.blocks:
-            raise IndexError(f"blocks {block} to {block + len(pages)} of a row with {self.blocks}")
-        self.table.stage_run((group * self.slots + slot) * self.blocks + block, pages)
+    def stage_blocks(self, slot: int, block: int, pages: Sequence[int]) -> None:
+        """Set a slot's blocks from `block` on. pages: of one block after the other, each group's in turn."""
+        groups, table = self.groups, self.table
+        stop = block + len(pages) // groups
+        if stop > self.blocks or block < 0:
+            raise IndexError(f"blocks {block} to {stop} of a row with {self.blocks}")
+        at = slot * self.blocks
+        if groups == 1:
+            table.stage_run(at + block, pages)
+            return
+        table.mirror[:, slot, block:stop] = np.asarray(pages, np.int32).reshape(-1, groups).T
+        for start in range(at, groups * self.slots * self.blocks, self.slots * self.blocks):
+            table.mark(start + block, start + stop)
 
     def flush(self, apply: Apply) -> int:
         """See `Table.flush`."""
