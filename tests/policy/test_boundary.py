@@ -122,7 +122,8 @@ def test_fixed_and_static_never_move(s):
 
 
 def test_hidden_experts_are_lent_before_cached_prefixes_and_those_before_costly_ones():
-    rated = {"touched": 80.0, "link_bytes_s": 50e9, "hbm_bytes_s": 1e12}  # hides 5 % of 80: 4 experts
+    # Each layer's expert reads hide 5 % of what it touches: 4 of 80 experts.
+    rated = {"touched": 80.0, "link_bytes_s": 50e9, "hbm_bytes_s": 1e12, "hiding_layers": 10}
     s = snap(kv_wanted_waiting=20 + 24, waiting=1, kv_evictable=30, **rated)
     assert hidden_experts(s) == pytest.approx(4)
     plan = Reactive().decide(s)

@@ -9,7 +9,7 @@ from policy.toy import EXPERTS, Toy
 
 from rimuru.errors import ConfigError
 from rimuru.policy.boundary import Fixed, Reactive, Snapshot, Static, hidden_experts, make_policy
-from rimuru.policy.economic import Economic, forecast
+from rimuru.policy.economic import Economic, exposed_misses, forecast
 
 H200 = {"link": 50e9, "hbm": 4e12}
 CARDS = [H200, {"link": 50e9, "hbm": 1.8e12}, {"link": 25e9, "hbm": 1e12}]
@@ -69,7 +69,8 @@ def test_where_lending_is_free_it_lends_as_reactive_does_and_is_as_fast():
 def test_lends_up_to_h_star_and_stays_below_the_cliff():
     s = busy()
     star = hidden_experts(s)
-    assert star == pytest.approx(1440 * 50 / 4000)
+    reads = 1300 * 17301504 + 3.7e9 + 960 * 1572864
+    assert star == pytest.approx(reads / 4e12 * 50e9 / 17301504 / (1300 / 1440))
     plan = Economic().decide(s)
     lent = s.expert_resident - plan.expert_pages
     assert 0.75 * star <= lent <= star / 1.1 + 1
@@ -82,12 +83,34 @@ def test_lends_up_to_h_star_and_stays_below_the_cliff():
 
 def test_a_skewed_touch_curve_lets_more_experts_go():
     cold = tuple(1300 * np.linspace(0, 1, 33) ** 2)
-    crowd = busy(waiting=100, kv_wanted_waiting=3200)
+    crowd = busy(waiting=100, kv_wanted_waiting=3200, request_output_tokens=400.0)
     lent = [
         s.expert_resident - Economic().decide(s).expert_pages
         for s in (crowd, replace(crowd, cold_touches=cold))
     ]
     assert lent[1] > 2 * lent[0]
+
+
+def test_nothing_is_lent_where_one_miss_outlasts_the_reads_of_its_layer():
+    # A layer reads 54 experts in 0.23 ms, one takes 0.35 ms over the link: the sum over layers would hide 20.
+    s = busy(hiding_layers=24)
+    assert Economic().decide(s).expert_pages == s.expert_resident
+    assert Economic().decide(replace(s, hiding_layers=1)).expert_pages <= s.expert_resident - 15
+    # With twice the link one miss a layer is hidden.
+    fast = replace(s, link_bytes_s=100e9)
+    assert Economic().decide(fast).expert_pages <= s.expert_resident - 24
+
+
+def test_exposed_misses_are_those_of_layers_that_miss_more_than_they_hide():
+    rng = np.random.default_rng(3)
+    for lent, p, hidden in ((36, 0.9, 20.0), (100, 0.3, 40.0), (6, 0.5, 8.0), (240, 0.15, 70.0)):
+        each = np.full(24, lent // 24) + (np.arange(24) < lent % 24)
+        misses = rng.binomial(each, p, size=(40_000, 24))
+        want = np.maximum(0.0, misses - hidden / 24).sum(axis=1).mean()
+        got = exposed_misses(np.array([lent]), np.array([p]), np.array([hidden]), 24)[0]
+        assert got == pytest.approx(want, rel=0.02)
+        pooled = exposed_misses(np.array([lent]), np.array([p]), np.array([hidden]), 1)[0]
+        assert pooled == pytest.approx(max(0.0, lent * p - hidden))
 
 
 def test_the_maximum_is_global_a_dear_link_may_pay_for_many_requests():

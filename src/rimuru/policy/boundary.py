@@ -54,9 +54,10 @@ class Snapshot:
     dense_bytes: float = 0.0  # what every step reads beside experts and KV
     link_bytes_s: float = 0.0
     hbm_bytes_s: float = 0.0
+    hiding_layers: int = 1  # parts of a step that hide misses by their own reads only; 1: all beside all
     request_kv_pages: float = 0.0  # mean KV pages a request holds over its life
     request_output_tokens: float = 0.0  # mean
-    prefill_seconds: float = 0.0  # of a mean request, computed at once
+    prefill_seconds: float = 0.0  # that a mean request's prompt adds to a step, all experts resident
     recompute_seconds: float = 0.0  # price of a preemption by recomputing
     swap_seconds: float = 0.0  # price of a preemption by swapping; 0: cannot swap
 
@@ -167,13 +168,17 @@ def start_check(policy: BoundaryPolicy, capacity: Capacity) -> None:
 def hidden_experts(s: Snapshot, per_expert: float | None = None) -> float:
     """h*: how many experts can be lent before their misses outlast the step's own HBM reads.
 
-    The link carries `HBM time x link rate` bytes beside a step; an expert lent is missed
-    `per_expert` times a step (by default the mean touch rate). 0 where a rate is not known.
+    The link carries `HBM time x link rate` bytes beside what hides them: the reads of experts, or of the
+    whole step where misses are fetched ahead. An expert lent is missed `per_expert` times a step (by
+    default the mean touch rate). 0 where a rate is not known.
     """
     if not (s.link_bytes_s and s.hbm_bytes_s and s.touched):
         return 0.0
     rate = s.touched / s.expert_total if per_expert is None else per_expert
-    hidden = s.touched * s.link_bytes_s / s.hbm_bytes_s  # experts that cross the link meanwhile
+    reads = s.touched * s.expert_page_bytes
+    if s.hiding_layers == 1:
+        reads += s.dense_bytes + s.kv_used * s.kv_page_bytes
+    hidden = reads / s.hbm_bytes_s * s.link_bytes_s / s.expert_page_bytes
     return min(float(s.expert_total), hidden / max(rate, 1e-9))
 
 

@@ -132,6 +132,11 @@ class CostModel:
         f = self.factors
         return f.host * one + f.mix * mix + f.hbm * hbm + f.link * link + f.prefill * compute
 
+    @property
+    def hiding_layers(self) -> int:
+        """Parts of a step that hide misses by their own reads only."""
+        return self.model.moe_layers if self.overlap == "layer" else 1
+
     def hidden_experts_per_layer(self, touched: float) -> float:
         """Missing experts that the link brings while a layer reads its `touched` experts from HBM."""
         return touched * self.card.link_bytes_s / self.card.hbm_bytes_s * self.factors.hbm

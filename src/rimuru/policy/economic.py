@@ -12,6 +12,7 @@ under it waits or is preempted.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -20,6 +21,9 @@ import numpy as np
 from rimuru.errors import ConfigError
 
 from .boundary import BoundaryPlan, Reactive, Snapshot, _hold, _pages, hidden_experts, preemption_by
+
+SPAN = 0.5  # seconds over which forecasts are averaged
+STICKY = 0.01  # gain in goodput for which another number of experts is taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,23 +65,26 @@ def forecast(
 
     growth = running / s.running
     touched = s.expert_total * (1 - (1 - min(s.touched / s.expert_total, 1 - 1e-9)) ** growth)
-    rate = _miss_rates(s, lent)
-    missed = np.minimum(lent * (1 - (1 - rate) ** growth), touched)
+    rate = 1 - (1 - _miss_rates(s, lent)) ** growth
 
-    def hbm(touched, missed, running):
-        expert_bytes = (touched - missed) * s.expert_page_bytes
-        return expert_bytes, s.dense_bytes + expert_bytes + running * per_request * s.kv_page_bytes
+    def step(lent, touched, rate, running, margin=1.0):
+        """Seconds of HBM reads, and of the link beyond what they hide."""
+        rate = np.minimum(rate, touched / np.maximum(lent, 1))
+        experts = (touched - lent * rate) * s.expert_page_bytes / s.hbm_bytes_s
+        reads = experts + (s.dense_bytes + running * per_request * s.kv_page_bytes) / s.hbm_bytes_s
+        hiding = experts if s.hiding_layers > 1 else reads
+        return reads, exposed_misses(lent, rate * margin, hiding / link, s.hiding_layers) * link
 
-    def exposed(expert_bytes, missed):
-        link = missed * s.expert_page_bytes / s.link_bytes_s
-        return np.maximum(0.0, link - expert_bytes / s.hbm_bytes_s)
-
-    expert_bytes, all_bytes = hbm(s.touched, min(s.missed, s.touched), float(s.running))
-    explained = all_bytes / s.hbm_bytes_s + exposed(expert_bytes, s.missed)
-    fixed = max(0.0, s.step_seconds - float(explained))
-    expert_bytes, all_bytes = hbm(touched, missed, running)
-    seconds = fixed + all_bytes / s.hbm_bytes_s + exposed(expert_bytes, missed * margin)
-    prefill = s.prefill_seconds / s.request_output_tokens if s.request_output_tokens else 0.0
+    link = s.expert_page_bytes / s.link_bytes_s
+    now = np.array([float(s.lent)])
+    reads, waits = step(now, s.touched, s.missed / max(s.lent, 1), float(s.running))
+    fixed = max(0.0, s.step_seconds - float(reads[0] + waits[0]))
+    reads, waits = step(lent, touched, rate, running, margin)
+    seconds = fixed + reads + waits
+    # A prompt touches nearly every expert: its step misses all that is lent.
+    streamed = step(lent, float(s.expert_total), 1.0, running, margin)[1]
+    per_prompt = s.prefill_seconds + np.maximum(0.0, streamed - waits)
+    prefill = per_prompt / s.request_output_tokens if s.request_output_tokens else 0.0
     goodput = running / np.maximum(seconds + running * prefill, 1e-9)
     if itl_slo is not None:
         goodput = goodput * np.minimum(1.0, itl_slo / np.maximum(seconds, 1e-9))
@@ -85,6 +92,30 @@ def forecast(
         wait = (demand - running) * s.request_output_tokens / np.maximum(goodput, 1e-9)
         goodput = goodput * np.minimum(1.0, ttft_slo / np.maximum(wait, 1e-9))
     return Forecast(lent, running, seconds, goodput)
+
+
+def exposed_misses(lent: np.ndarray, rate: np.ndarray, hidden: np.ndarray, layers: int) -> np.ndarray:
+    """Expected misses a step that are not hidden, of `lent` experts spread evenly over `layers`.
+
+    Each is missed with probability `rate`; `hidden` misses fit beside the step's reads, in equal parts
+    beside each layer. A layer's misses scatter like a binomial variable N, and only what is above its
+    part h is exposed: E[max(0, N - h)] = E[N] - h + sum over n < h of (h - n) P(N = n).
+    """
+    if layers == 1:  # thousands of misses: their scatter is small beside their number
+        return np.maximum(0.0, lent * rate - hidden)
+    h = hidden / layers
+    fewer = np.floor(lent / layers)
+    more = lent / layers - fewer  # share of the layers that lend one more
+    stay = np.clip(1 - rate, 0.0, 1 - 1e-9)
+    total = np.zeros(len(lent))
+    for each, share in ((fewer, 1 - more), (fewer + 1, more)):
+        p = stay**each
+        above = each * (1 - stay) - h
+        for n in range(int(np.ceil(h.max()))):
+            above += np.maximum(0.0, h - n) * p
+            p = p * np.maximum(0.0, each - n) / (n + 1) * (1 - stay) / np.maximum(stay, 1e-9)
+        total += share * above
+    return layers * np.maximum(total, 0.0)
 
 
 @lru_cache(maxsize=8)
@@ -141,6 +172,8 @@ class Economic(Reactive):
         self.ttft_slo = None if ttft_slo_ms is None else ttft_slo_ms / 1e3
         self.itl_slo = None if itl_slo_ms is None else itl_slo_ms / 1e3
         self._best = 0  # the last number of experts that was best to lend
+        self._outlook: Forecast | None = None
+        self._at = 0.0  # when it was made
         self._first: float | None = None  # arrival of the request that stands first
         self._first_since = 0.0
 
@@ -154,7 +187,10 @@ class Economic(Reactive):
             return _hold(s, s.expert_resident)
         outlook = forecast(s, margin=self.margin, ttft_slo=self.ttft_slo, itl_slo=self.itl_slo)
         if outlook is not None:
-            self._best = int(outlook.lent[np.argmax(outlook.goodput)])
+            outlook = self._smooth(s, outlook)
+            top = int(np.argmax(outlook.goodput))
+            if outlook.goodput[top] > (1 + STICKY) * outlook.at(self._best):
+                self._best = int(outlook.lent[top])
         best = self._best
         numbers = {
             "best_lent": best,
@@ -184,6 +220,15 @@ class Economic(Reactive):
         if s.shortfall > 0:
             return self._lend_to(s, best, blocked, numbers)
         return _hold(s, s.expert_resident) if s.waiting else self._give_back(s)
+
+    def _smooth(self, s: Snapshot, outlook: Forecast) -> Forecast:
+        """The forecast averaged over the last `SPAN` seconds: one step's batch is no load."""
+        last = self._outlook
+        if last is not None and len(last.lent) == len(outlook.lent):
+            share = math.exp(-(s.now - self._at) / SPAN)
+            outlook = replace(outlook, goodput=outlook.goodput + (last.goodput - outlook.goodput) * share)
+        self._outlook, self._at = outlook, s.now
+        return outlook
 
     def _blocked_for(self, s: Snapshot) -> float:
         """Seconds for which the same request has stood first in the queue."""
