@@ -255,9 +255,9 @@ class Memory:
         if not self.plan.experts_lendable:
             return
         whole = self.target >= self.plan.experts_total and resident.all()
-        if whole and self._steps % RECONSIDER:
+        if whole and not scheduler.waiting and self._steps % RECONSIDER:
             return
-        # Also where nothing is lent: the first lending asks who is cold.
+        # Also where nothing is lent: who is cold decides whether the first lending pays.
         self.residency.observe(self._steps, touched)
         if whole:
             return
@@ -295,7 +295,8 @@ class Memory:
                 "dense_bytes": cost.model.dense_bytes,
                 "link_bytes_s": cost.card.link_bytes_s / max(cost.factors.link, 1e-9),
                 "hbm_bytes_s": cost.card.hbm_bytes_s / max(cost.factors.hbm, 1e-9),
-                "prefill_seconds": cost.recompute_seconds(scheduler.mean_prompt),
+                "hiding_layers": cost.hiding_layers,
+                "prefill_seconds": cost.factors.mix + cost.recompute_seconds(scheduler.mean_prompt),
                 "recompute_seconds": cost.recompute_seconds(
                     scheduler.mean_prompt + scheduler.mean_output / 2
                 ),
