@@ -107,10 +107,13 @@ def read_trace(
     try:
         with np.load(path) as arrays:
             traces = [arrays[name] for name in sorted(arrays.files)]
-    except (OSError, ValueError, BadZipFile) as error:
+    except (OSError, EOFError, TypeError, ValueError, BadZipFile) as error:
         raise ConfigError(f"{flag} {path}: cannot be read: {error}") from None
-    good = [t for t in traces if t.ndim == 3 and t.shape[1:] == (layers, top_k) and len(t) >= tokens]
-    if not good or max(int(t.max()) for t in good) >= experts:
+    good = [
+        t for t in traces
+        if t.dtype.kind in "iu" and t.ndim == 3 and t.shape[1:] == (layers, top_k) and len(t) >= tokens
+    ]  # fmt: skip
+    if not good or not all(int(t.min()) >= 0 and int(t.max()) < experts for t in good):
         have = traces[0].shape[1:] if traces and traces[0].ndim == 3 else "nothing of that shape"
         raise ConfigError(
             f"{flag} {path}: the model needs sequences of at least {tokens} tokens x {layers} layers x "
