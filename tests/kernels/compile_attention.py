@@ -30,7 +30,7 @@ def kernels(chip: int, cases=CASES):
             yield (
                 f"prompt {name} m{tile.m}",
                 attention.prompt_kernel.warmup(
-                    dtype, dtype, i32, dtype, i32, i32, i32, 8, 4096, 3, 0.1, 512,
+                    dtype, dtype, i32, dtype, i32, i32, i32, 8, 512, 4096, 3, 0.1, 512,
                     Q_HEADS=q_heads, SEQS=64, WINDOW=window, BLOCK_M=tile.m, BLOCK_N=tile.n,
                     num_warps=tile.warps, num_stages=tile.stages, grid=(1,), **common,
                 ),
@@ -44,7 +44,7 @@ def kernels(chip: int, cases=CASES):
                 yield (
                     f"decode{kind} {name}",
                     attention.decode_kernel.warmup(
-                        dtype, dtype, i32, dtype, f32, f32, i32, i32, i32, i32, 8, 4096, 3, 0.1, 512,
+                        dtype, dtype, i32, dtype, f32, f32, i32, i32, i32, i32, 8, 8, 4096, 3, 0.1, 512,
                         GROUP=group, WINDOW=window, BLOCK_M=tile.m, BLOCK_N=tile.n, MIN_SPLIT=128, ROWS=rows,
                         FUSED=not window and not kind, PDL=bool(kind), launch_pdl=bool(kind),
                         num_warps=tile.warps, num_stages=tile.stages, grid=(1,), **common,

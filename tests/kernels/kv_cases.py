@@ -59,3 +59,23 @@ def make_step(
         max_seq_len=max(lengths),
     )
     return KVView(pool.to(DEVICE), table.to(DEVICE), layer, layout), meta
+
+
+def pad_step(meta: StepMeta, seqs: int, tokens: int) -> StepMeta:
+    """The step as a captured graph holds it: padded to `seqs` sequences and `tokens` tokens.
+
+    Sequences added have no token of their own, tokens added no sequence, and the lengths' bounds are wide.
+    """
+
+    def longer(x: torch.Tensor, size: int, value: int) -> torch.Tensor:
+        return torch.cat([x, torch.full((size - len(x),), value, dtype=x.dtype, device=x.device)])
+
+    return StepMeta(
+        positions=longer(meta.positions, tokens, 0),
+        token_slots=longer(meta.token_slots, tokens, -1),
+        query_start=longer(meta.query_start, seqs + 1, int(meta.query_start[-1])),
+        slots=longer(meta.slots, seqs, 0),
+        seq_lens=longer(meta.seq_lens, seqs, 0),
+        max_query_len=meta.max_query_len if meta.max_query_len == 1 else tokens,
+        max_seq_len=3 * meta.max_seq_len,
+    )

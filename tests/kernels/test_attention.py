@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 import torch
-from kernels.kv_cases import DEVICE, make_layout, make_step
+from kernels.kv_cases import DEVICE, make_layout, make_step, pad_step
 
 from rimuru.kernels import reference
 
@@ -21,10 +21,22 @@ kernels = importlib.import_module(
 EPS = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 
 
-def compare(layout, lengths, queries, q_heads, window=0, **step) -> None:
+@pytest.fixture(autouse=True)
+def poisoned_outputs():
+    """Memory that nobody has written is NaN: each row of a result must be written, padding too."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def compare(layout, lengths, queries, q_heads, window=0, padded=None, **step) -> None:
+    """`padded`: sequences and tokens of the graph that the step is to be replayed by."""
     kv, meta = make_step(layout, lengths, queries, **step)
+    if padded:
+        meta = pad_step(meta, *padded)
     torch.manual_seed(7)
-    q = torch.randn(sum(queries), q_heads, layout.head_dim).to(layout.dtype).to(DEVICE)
+    q = torch.randn(len(meta.positions), q_heads, layout.head_dim).to(layout.dtype).to(DEVICE)
     scale = layout.head_dim**-0.5
     got = kernels.attention(q, kv, meta, scale, window)
     want = reference.attention(q, kv, meta, scale, window)
@@ -44,6 +56,35 @@ def test_a_prompt_sees_its_prefix_and_nothing_later(dtype):
 
 def test_prompts_and_decode_mix_in_a_step():
     compare(make_layout(torch.bfloat16, 2, 16), [40, 9, 20, 0, 75], [33, 1, 20, 1, 1], 4)
+
+
+@pytest.mark.parametrize("padded", [(5, 75), (9, 250), (70, 90)])
+@pytest.mark.parametrize("window", [0, 16])
+def test_a_captured_mixed_step_with_padding_sequences_and_tokens(padded, window):
+    compare(make_layout(torch.bfloat16, 2, 16), [40, 9, 20, 75], [33, 1, 20, 1], 4, window, padded)
+
+
+@pytest.mark.parametrize("padded", [(4, 4), (9, 9), (9, 7), (4, 20)])
+def test_a_captured_decode_step_with_padding_sequences_and_tokens(padded):
+    compare(make_layout(torch.bfloat16, 2, 16), [40, 9, 0, 75], [1] * 4, 4, padded=padded)
+
+
+def test_a_captured_mixed_step_may_hold_decode_alone_or_nothing():
+    layout = make_layout(torch.bfloat16, 2, 16)
+    kv, meta = make_step(layout, [40, 300], [1, 1])
+    q = torch.randn(64, 4, 16, device=DEVICE).bfloat16()
+    meta = pad_step(meta, 6, 64)
+    meta.max_query_len = 64
+    want = reference.attention(q, kv, meta, 0.25)
+    torch.testing.assert_close(kernels.attention(q, kv, meta, 0.25), want, rtol=2**-7, atol=2**-8)
+    meta.query_start.zero_()
+    meta.seq_lens.zero_()
+    assert not kernels.attention(q, kv, meta, 0.25).any()
+
+
+def test_many_prompts_take_turns_on_few_blocks():
+    # One multiprocessor and 64 tokens: four blocks a head, for nine prompts.
+    compare(make_layout(torch.float32, 1, 16), [3] * 6 + [20, 2, 40], [3] * 6 + [2, 2, 39], 1)
 
 
 @pytest.mark.parametrize("window", [1, 16, 37])

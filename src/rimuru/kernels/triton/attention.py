@@ -138,61 +138,67 @@ def _prompt_scan(
     return acc, total, peak
 
 
-@triton.jit(do_not_specialize=["seqs", "table_stride", "layer", "window"])
+@triton.jit(do_not_specialize=["seqs", "tokens", "table_stride", "layer", "window"])
 def prompt_kernel(
     q_ptr, pool_ptr, table_ptr, out_ptr, query_start_ptr, slots_ptr, seq_lens_ptr,
-    seqs, table_stride, layer, scale, window,
+    seqs, tokens, table_stride, layer, scale, window,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     GRAIN: tl.constexpr, SEQS: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries of one head. Grid: (query heads, upper bound of tiles in the step)."""
-    head = tl.program_id(0)
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest rows first
-    i = tl.arange(0, SEQS)
-    # Sequence i owns tiles from query_start[i] // M + i on: never fewer than it needs, found without a scan.
-    nexts = tl.load(query_start_ptr + 1 + i, mask=i < seqs, other=1 << 30)
-    seq = tl.sum((nexts // BLOCK_M + i + 1 <= tile).to(tl.int32), 0)
-    if seq >= seqs:
-        return
-    first = tl.load(query_start_ptr + seq)
-    queries = tl.load(query_start_ptr + seq + 1) - first
-    length = tl.load(seq_lens_ptr + seq)
-    offset = (tile - first // BLOCK_M - seq) * BLOCK_M
-    if (queries < 2) | (offset >= queries) | (length == 0):
-        return
+    """Tiles of queries of one head, sequences of one query left out. Grid: (query heads, any).
 
+    Rows behind the last sequence's count as the queries of one more sequence, which has nothing in the
+    cache: they become zero. SEQS is a power of two above `seqs`.
+    """
+    head = tl.program_id(0)
+    i = tl.arange(0, SEQS)
+    begins = tl.load(query_start_ptr + i, mask=i <= seqs, other=0)
+    ends = tl.load(query_start_ptr + 1 + i, mask=i < seqs, other=0)
+    counts = tl.where(i == seqs, tokens, ends) - begins
+    tiles = tl.where((counts > 1) | (i == seqs), tl.cdiv(counts, BLOCK_M), 0)
+    following = tl.cumsum(tiles, 0)  # the tile after each sequence's last
+    all_tiles = tl.sum(tiles, 0)
     KV: tl.constexpr = BLOCK_TOKENS * KV_HEADS * DIM
     ROW: tl.constexpr = KV_HEADS * DIM
     d = tl.arange(0, DIM)
-    m = offset + tl.arange(0, BLOCK_M)
-    rows = ((first + m).to(tl.int64) * Q_HEADS + head) * DIM
-    q = tl.load(q_ptr + rows[:, None] + d[None, :], mask=(m < queries)[:, None], other=0.0)
-    at_q = length - queries + m
-    row_ptr = table_ptr + tl.load(slots_ptr + seq).to(tl.int64) * table_stride
     keys = pool_ptr + layer.to(tl.int64) * (2 * KV) + head // (Q_HEADS // KV_HEADS) * DIM
+    for turn in range(tl.program_id(1), all_tiles, tl.num_programs(1)):
+        tile = all_tiles - 1 - turn  # the longest rows first
+        seq = tl.sum((following <= tile).to(tl.int32), 0)
+        offset = (tile - tl.sum(tl.where(i < seq, tiles, 0), 0)) * BLOCK_M
+        first = tl.load(query_start_ptr + seq)
+        queries = tl.load(query_start_ptr + seq + 1, mask=seq < seqs, other=tokens) - first
+        length = tl.load(seq_lens_ptr + seq, mask=seq < seqs, other=0)
+        slot = tl.load(slots_ptr + seq, mask=seq < seqs, other=0).to(tl.int64)
+        m = offset + tl.arange(0, BLOCK_M)
+        rows = ((first + m).to(tl.int64) * Q_HEADS + head) * DIM
+        q = tl.load(q_ptr + rows[:, None] + d[None, :], mask=(m < queries)[:, None], other=0.0)
+        at_q = length - queries + m
+        row_ptr = table_ptr + slot * table_stride
 
-    low = length - queries + offset  # position of the tile's first query
-    high = tl.minimum(low + BLOCK_M, length)
-    acc = tl.zeros([BLOCK_M, DIM], tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    peak = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    if WINDOW:
-        middle = tl.maximum(low + 1 - window, 0) // BLOCK_N * BLOCK_N
-    elif PRECISION == "ieee":
-        middle = low * 0  # one loop: two of these, without tensor cores, do not fit the registers
-    else:
-        middle = (low + 1) // BLOCK_N * BLOCK_N  # every query of the tile sees all tokens before this
+        low = tl.maximum(length - queries + offset, 0)  # position of the tile's first query; 0 of padding
+        high = tl.minimum(low + BLOCK_M, length)
+        acc = tl.zeros([BLOCK_M, DIM], tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        peak = tl.full([BLOCK_M], -float("inf"), tl.float32)
+        if WINDOW:
+            middle = tl.maximum(low + 1 - window, 0) // BLOCK_N * BLOCK_N
+        elif PRECISION == "ieee":
+            middle = low * 0  # one loop: two of these, without tensor cores, do not fit the registers
+        else:
+            middle = (low + 1) // BLOCK_N * BLOCK_N  # every query of the tile sees all tokens before this
+            acc, total, peak = _prompt_scan(
+                acc, total, peak, q, keys, row_ptr, 0, middle, at_q, d, scale, window,
+                False, False, GRAIN, KV, BLOCK_TOKENS, ROW, BLOCK_N, PRECISION,
+            )  # fmt: skip
         acc, total, peak = _prompt_scan(
-            acc, total, peak, q, keys, row_ptr, 0, middle, at_q, d, scale, window,
-            False, False, GRAIN, KV, BLOCK_TOKENS, ROW, BLOCK_N, PRECISION,
+            acc, total, peak, q, keys, row_ptr, middle, high, at_q, d, scale, window,
+            True, WINDOW, GRAIN, KV, BLOCK_TOKENS, ROW, BLOCK_N, PRECISION,
         )  # fmt: skip
-    acc, total, peak = _prompt_scan(
-        acc, total, peak, q, keys, row_ptr, middle, high, at_q, d, scale, window,
-        True, WINDOW, GRAIN, KV, BLOCK_TOKENS, ROW, BLOCK_N, PRECISION,
-    )  # fmt: skip
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(out_ptr + rows[:, None] + d[None, :], acc.to(out_ptr.dtype.element_ty), (m < queries)[:, None])
+        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        to = out_ptr + rows[:, None] + d[None, :]
+        tl.store(to, acc.to(out_ptr.dtype.element_ty), (m < queries)[:, None])
 
 
 @triton.jit
@@ -206,10 +212,10 @@ def _split_size(tokens, splits, BLOCK_N: tl.constexpr, MIN_SPLIT: tl.constexpr):
     return tl.maximum(tl.cdiv(tl.cdiv(tokens, splits), BLOCK_N) * BLOCK_N, MIN_SPLIT)
 
 
-@triton.jit(do_not_specialize=["splits", "table_stride", "layer", "window"])
+@triton.jit(do_not_specialize=["splits", "padded", "table_stride", "layer", "window"])
 def decode_kernel(
     q_ptr, pool_ptr, table_ptr, out_ptr, partial_ptr, lse_ptr, counter_ptr,
-    query_start_ptr, slots_ptr, seq_lens_ptr, splits, table_stride, layer, scale, window,
+    query_start_ptr, slots_ptr, seq_lens_ptr, splits, padded, table_stride, layer, scale, window,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     GRAIN: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     MIN_SPLIT: tl.constexpr, ROWS: tl.constexpr, FUSED: tl.constexpr, PDL: tl.constexpr,
@@ -219,6 +225,7 @@ def decode_kernel(
 
     Partials: float32 `[S, KV heads, splits, ROWS, DIM]` with ROWS the group rounded up to a power
     of two; lse: float32 `[S, KV heads, splits, ROWS]` in base 2; counters start and end at zero.
+    Rows from the last sequence's to `padded` (at most S) become zero.
     With PDL the grid may be placed before the kernel ahead of it has ended, and lets the next one be.
     """
     head, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -229,15 +236,17 @@ def decode_kernel(
     first = tl.load(query_start_ptr + seq)
     following = tl.load(query_start_ptr + seq + 1)
     slot = tl.load(slots_ptr + seq).to(tl.int64)
-    if following - first != 1:
-        return
+    rest = tl.load(query_start_ptr + tl.num_programs(2))
     d = tl.arange(0, DIM)
     m = tl.arange(0, BLOCK_M)
     rows = ((first.to(tl.int64) * KV_HEADS + head) * GROUP + m) * DIM
-    if length == 0:  # padding
-        if split == 0:
-            zero = tl.zeros([BLOCK_M, DIM], out_ptr.dtype.element_ty)
-            tl.store(out_ptr + rows[:, None] + d[None, :], zero, (m < GROUP)[:, None])
+    empty = (following - first == 1) & (length == 0)
+    if (split == 0) & (empty | ((rest <= seq) & (seq < padded))):
+        row = tl.where(empty, first, seq).to(tl.int64)
+        at = ((row * KV_HEADS + head) * GROUP + m) * DIM
+        zero = tl.zeros([BLOCK_M, DIM], out_ptr.dtype.element_ty)
+        tl.store(out_ptr + at[:, None] + d[None, :], zero, (m < GROUP)[:, None])
+    if (following - first != 1) | (length == 0):
         return
     low = _low(length, window, WINDOW, BLOCK_N)
     size = _split_size(length - low, splits, BLOCK_N, MIN_SPLIT)
@@ -399,9 +408,7 @@ def attention(q: torch.Tensor, kv: KVView, meta: StepMeta, scale: float, window:
     tokens, q_heads, dim = q.shape
     check_supported(lay, q_heads)
     seqs, group = meta.slots.shape[0], q_heads // lay.heads
-    # In a pure decode step the kernel writes every row, padding too.
-    allocate = torch.empty if meta.max_query_len == 1 and tokens == seqs else torch.zeros
-    out = allocate(tokens, q_heads * dim, dtype=q.dtype, device=q.device)
+    out = torch.empty(tokens, q_heads * dim, dtype=q.dtype, device=q.device)
     if tokens == 0:
         return out
     q = q.contiguous()
@@ -409,12 +416,16 @@ def attention(q: torch.Tensor, kv: KVView, meta: StepMeta, scale: float, window:
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
     where = (meta.query_start, meta.slots, meta.seq_lens)
     stride, scale = kv.table.stride(0), scale * LOG2E
-    if meta.max_query_len > 1:
+    mixed = meta.max_query_len > 1 or tokens > seqs
+    if mixed:
         tile = prompt_tile(q.dtype, dim, shared)
-        prompt_kernel[(q_heads, tokens // tile.m + seqs)](
-            q, kv.pool, kv.table, out, *where, seqs, stride, kv.layer, scale, window,
+        # Two thread blocks a multiprocessor, or one for each tile of one long prompt; more tiles than
+        # these take turns, so that padding sequences cost no blocks.
+        blocks = max(-(-tokens // tile.m), -(-2 * multiprocessors // q_heads))
+        prompt_kernel[(q_heads, min(blocks, tokens // tile.m + seqs))](
+            q, kv.pool, kv.table, out, *where, seqs, tokens, stride, kv.layer, scale, window,
             Q_HEADS=q_heads, KV_HEADS=lay.heads, DIM=dim, BLOCK_TOKENS=lay.block_tokens,
-            GRAIN=lay.grain_elems, SEQS=64 if seqs <= 64 else triton.next_power_of_2(seqs), WINDOW=window > 0,
+            GRAIN=lay.grain_elems, SEQS=max(64, triton.next_power_of_2(seqs + 1)), WINDOW=window > 0,
             BLOCK_M=tile.m, BLOCK_N=tile.n, PRECISION=precision, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     tile = decode_tile(q.dtype, dim, group, shared)
@@ -435,7 +446,7 @@ def attention(q: torch.Tensor, kv: KVView, meta: StepMeta, scale: float, window:
     pdl = wide and q.is_cuda  # narrow blocks keep every multiprocessor full: an early grid takes their room
     decode_kernel[(lay.heads, splits, seqs)](
         q, kv.pool, kv.table, out, partial, lse, _counters(q.device), *where,
-        splits, stride, kv.layer, scale, window,
+        splits, 0 if mixed else tokens, stride, kv.layer, scale, window,
         KV_HEADS=lay.heads, GROUP=group, DIM=dim, BLOCK_TOKENS=lay.block_tokens, GRAIN=lay.grain_elems,
         WINDOW=window > 0, BLOCK_M=tile.m, BLOCK_N=tile.n, MIN_SPLIT=min_split, ROWS=rows,
         FUSED=fused, PDL=pdl, PRECISION=precision, num_warps=tile.warps, num_stages=tile.stages,
