@@ -1,7 +1,7 @@
 """The whole engine on the GPU: greedy tokens of tiny float32 checkpoints equal transformers' on the CPU.
 
-Paths: everything resident; a boundary that swings on every step; every expert in host memory. Poison on
-freed pages, `check()` after every step. Steps run eagerly.
+Paths: everything resident; a boundary that swings on every step; every expert in host memory; each with
+graphs and without. Poison on freed pages, `check()` after every step. Nothing compiles once an engine stands.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import triton
 from harness import Report
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
@@ -25,9 +26,25 @@ SHAPES = {
     "qwen3_moe": {"head_dim": 64, "moe_intermediate_size": 128},
     "olmoe": {"hidden_size": 128, "intermediate_size": 128},
 }
+KINDS = {"graphs": {}, "eager": {"enforce_eager": True}}
 TOKENS = 10
 # Sums in float32 differ by their order: a few thousand additions of values near 1.
 LOGITS = 2e-4
+
+
+def compiles() -> int:
+    """Kernels that Triton has compiled or loaded so far."""
+    return _compiled[0]
+
+
+_compiled = [0]
+
+
+def _count(**_: object) -> None:
+    _compiled[0] += 1
+
+
+triton.knobs.runtime.jit_post_compile_hook = _count
 
 
 def run(report: Report) -> None:
@@ -43,9 +60,10 @@ def run(report: Report) -> None:
                 "memory_policy": "static", "resident_experts": 0,
             },
         }  # fmt: skip
-        for path, options in paths.items():
+        for path, options in {f"{p}, {k}": o | e for p, o in paths.items() for k, e in KINDS.items()}.items():
             bench = make_bench(family, model=folder, device="cuda", **options)
-            if path == "swing":
+            compiled = compiles()
+            if path.startswith("swing"):
                 bench.core.memory.boundary = Swing(0.8)
             for i, prompt in enumerate(prompts):
                 bench.add(f"r{i}", prompt, greedy(TOKENS))
@@ -58,7 +76,8 @@ def run(report: Report) -> None:
                 for row, want in zip(bench.logits[f"r{i}"], logits[i], strict=True)
             )
             report.check(f"{family}, {path}: logits", worst, LOGITS)
-            if path == "swing":
+            report.check(f"{family}, {path}: kernels compiled while serving", compiles() - compiled, 0)
+            if path.startswith("swing"):
                 report.say(
                     f"{bench.core.memory.demotions} demotions, {bench.core.memory.promotions} promotions"
                 )

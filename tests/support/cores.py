@@ -11,8 +11,10 @@ import torch
 
 from rimuru.engine.config import EngineConfig
 from rimuru.engine.core import EngineCore, plan_for
+from rimuru.engine.graphs import GraphRunner
 from rimuru.engine.plan import MemoryPlan, state_pages
 from rimuru.engine.request import FinishReason, SamplingParams, TokenOutput
+from rimuru.engine.step_io import StepIO, StepShape
 from rimuru.pool.geometry import Kind
 from support.tiny import tiny_checkpoint
 
@@ -30,15 +32,12 @@ class Bench:
         self.core = EngineCore(config)
         self.logits: dict[str, list[torch.Tensor]] = {}
         self.outputs: dict[str, list[TokenOutput]] = {}
-        sample = self.core.runner._sample
 
-        def recording(plan, arrays, logits, result):
-            for row, index in enumerate(arrays.sampled):
-                request = plan.requests[index]
+        def record(requests, logits):
+            for row, request in enumerate(requests):
                 self.logits.setdefault(request.request_id, []).append(logits[row].float().clone())
-            sample(plan, arrays, logits, result)
 
-        self.core.runner._sample = recording
+        self.core.runner.on_logits = record
 
     @property
     def plan(self) -> MemoryPlan:
@@ -67,6 +66,41 @@ class Bench:
 
     def finish(self, name: str) -> FinishReason | None:
         return self.outputs[name][-1].finish
+
+
+class Rerun:
+    """Stands for a captured graph where there is no GPU: computes a shape again, into the same logits."""
+
+    def __init__(self, runner: GraphRunner, shape: StepShape):
+        self.runner, self.inputs = runner, runner.io.inputs(shape, keep=True)
+        self.logits = torch.full((shape.rows, runner.sampling.vocab_size), torch.nan, dtype=torch.float32)
+
+    def replay(self) -> None:
+        self.logits.copy_(self.runner._compute(self.inputs))
+
+
+def run_ahead(bench: Bench, padded: bool = False) -> Bench:
+    """Let a CPU core step as a GPU's does: a step is launched before the last one is known.
+
+    `padded`: each step takes the padded shape that a captured graph would have.
+    """
+    core, config = bench.core, bench.core.config
+    old = core.runner
+    experts = tuple(old.touched.shape)
+    io = StepIO(config.max_num_batched_tokens, config.max_num_seqs, experts, core.device)
+    runner = GraphRunner(
+        old.model, old.kv, old.expert_table, old.builder, old.sampling, io,
+        max_tokens=config.max_num_batched_tokens, max_seqs=config.max_num_seqs,
+        max_model_len=core.plan.max_model_len,
+    )  # fmt: skip
+    runner.on_logits = old.on_logits
+    if padded:
+        runner._mixed = sorted({*range(8, config.max_num_batched_tokens, 24), config.max_num_batched_tokens})
+        for shape in runner.small_shapes():
+            rerun = Rerun(runner, shape)
+            runner._graphs[shape] = rerun, rerun.logits
+    core.runner = runner
+    return bench
 
 
 def make_bench(family: str = "qwen3_moe", **options) -> Bench:

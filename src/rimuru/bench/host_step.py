@@ -17,7 +17,7 @@ from pathlib import Path
 from rimuru.engine.config import EngineConfig
 from rimuru.engine.core import EngineCore
 from rimuru.engine.request import SamplingParams
-from rimuru.engine.runner import Runner
+from rimuru.engine.runner import Computed, Launched, Runner
 from rimuru.engine.scheduler import StepPlan, StepResult
 
 BARS = {1: 300.0, 128: 1500.0}  # microseconds
@@ -32,14 +32,14 @@ _MODEL = {
 class StubRunner(Runner):
     """Builds everything a step would hand to the device, then answers token 7."""
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> Launched:
         arrays = self.builder.build(plan)
         self._meta(arrays)
         self.sampling.batch([plan.requests[i] for i in arrays.sampled])
         result = StepResult([-1] * len(plan.requests))
         for i in arrays.sampled:
             result.tokens[i] = 7
-        return result
+        return Computed(plan, result, self.touched.numpy())
 
 
 def host_us_per_step(running: int, steps: int = 400, prompt: int = 200) -> dict[str, float]:

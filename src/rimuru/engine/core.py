@@ -1,7 +1,8 @@
 """The engine: one model, one pool, and the loop that steps them.
 
-Room: where all rooms meet. Rule: a step reads as a straight line, schedule -> run -> update -> memory;
-everything a step needs to decide is decided by the part it belongs to.
+Room: where all rooms meet. Rule: a step reads as a straight line, schedule -> launch -> update -> memory;
+everything a step needs to decide is decided by the part it belongs to. On a GPU a step is launched before the
+last one is updated, so that the host works while the device does.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from rimuru import kernels
@@ -20,8 +20,10 @@ from rimuru.cache.kv import KVCache
 from rimuru.cache.state import StateCache
 from rimuru.errors import ConfigError, MemoryPlanError, RequestError
 from rimuru.experts.store import ExpertStore
+from rimuru.experts.stream import ExpertStream
 from rimuru.kernels.types import KVLayout, KVView, RecurrentView, StateLayout, StateView
 from rimuru.models.config import ModelConfig, load_model_config
+from rimuru.models.decoder import Decoder
 from rimuru.models.loader import dummy_weights, load_weights
 from rimuru.models.registry import build_model, resolve_model
 from rimuru.policy.residency import ResidencyPolicy
@@ -34,14 +36,17 @@ from .batch import BatchBuilder
 from .client import EngineInfo
 from .config import EngineConfig
 from .device import available_memory, choose_device, choose_dtype, host_available
+from .dummy_routing import make_dummy_routing
 from .grammar import Grammars
+from .graphs import GraphRunner
 from .memory import Memory
 from .plan import MemoryPlan, make_boundary, plan_memory, sizes_of
 from .request import FinishReason, Request, SamplingParams, TokenOutput
-from .runner import Runner
+from .runner import Launched, Runner
 from .sampling_state import SamplingState
 from .scheduler import Scheduler
 from .stats import EngineStats, PoolStats
+from .step_io import StepIO
 
 logger = logging.getLogger("rimuru.engine")
 
@@ -118,6 +123,8 @@ class EngineCore:
         )
         self.steps = 0
         self._stuck_since: float | None = None
+        self._under_way: tuple[Launched, float] | None = None  # and when it was launched
+        self._updated_at = 0.0
         self.stalled = False  # the last step found work but could place none of it
         self._step_tokens: list[int] = []
         self.info = EngineInfo(
@@ -146,6 +153,12 @@ class EngineCore:
         backend = kernels.backend_for(self.device, self.dtype)
         net = build_model(model, backend, self.device, self.dtype, plan.max_model_len)
         self.model = net
+        if config.dummy_routing is not None:
+            net.routing = make_dummy_routing(
+                config.dummy_routing, model, self.device, slots=config.max_num_seqs, model=config.model,
+                seed=config.seed,
+            )  # fmt: skip
+            logger.info(net.routing.describe())
         self.store = ExpertStore(
             net.expert_layout, layers, model.num_experts, allocator=allocator,
             page_class=plan.expert_class, arena=self.arena, table=expert_table,
@@ -176,12 +189,35 @@ class EngineCore:
             self.memory, max_num_seqs=slots, max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=plan.max_model_len,
         )  # fmt: skip
-        self.touched = torch.zeros(layers, model.num_experts, dtype=torch.int32, device=self.device)
-        self.runner = Runner(
-            net, self._views(model), expert_table.device_table, self.touched,
-            BatchBuilder(config.max_num_batched_tokens, slots),
-            SamplingState(slots, model.vocab_size, self.device), self.device,
+        self.runner = self._make_runner(net, expert_table.device_table, report)
+
+    def _make_runner(self, net: Decoder, table: torch.Tensor, report: Progress) -> Runner:
+        config, plan, model = self.config, self.plan, self.model_config
+        views, slots = self._views(model), config.max_num_seqs
+        builder = BatchBuilder(config.max_num_batched_tokens, slots)
+        sampling = SamplingState(slots, model.vocab_size, self.device)
+        experts = (len(model.moe_layers), model.num_experts)
+        if self.device.type != "cuda":
+            touched = torch.zeros(experts, dtype=torch.int32, device=self.device)
+            return Runner(net, views, table, touched, builder, sampling, self.device)
+        io = StepIO(max(config.max_num_batched_tokens, slots), slots, experts, self.device)
+        stream = None
+        if plan.experts_lendable:
+            stream = ExpertStream(
+                net.expert_layout, self.store.host_page, table=self._expert_table,
+                allocator=self.memory.cache.allocator, page_class=plan.expert_class, arena=self.arena,
+                top_k=model.top_k, poison=config.debug_pool,
+            )  # fmt: skip
+        runner = GraphRunner(
+            net, views, table, builder, sampling, io, max_tokens=config.max_num_batched_tokens,
+            max_seqs=slots, max_model_len=plan.max_model_len, stream=stream,
+            # A recurrent layer counts a step's sequences on the host, and its checkpoints are copied after
+            # the step.
+            overlaps=model.recurrent is None,
         )  # fmt: skip
+        self._flush_tables()
+        runner.prepare(capture=model.recurrent is None and not config.enforce_eager, report=report)
+        return runner
 
     def _layout(self, model: ModelConfig, group: LayerGroup) -> KVLayout:
         return KVLayout(
@@ -273,7 +309,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self.grammars.waiting)
+        return self.scheduler.has_work or bool(self.grammars.waiting) or self._under_way is not None
 
     def _admit_compiled(self, now: float) -> list[TokenOutput]:
         """Queue the requests whose grammars are ready; the outputs of those whose are wrong."""
@@ -295,22 +331,41 @@ class EngineCore:
     # -- the loop --------------------------------------------------------------------------
 
     def step(self) -> list[TokenOutput]:
-        """Schedule, compute, update, and let the boundary move. Returns what requests gained."""
+        """Schedule and launch a step, then update with the last that ended. Returns what requests gained."""
         began = time.monotonic()
-        refused = self._admit_compiled(began) if self.grammars.waiting else []
+        outputs = self._admit_compiled(began) if self.grammars.waiting else []
+        ended, self._under_way = self._under_way, None
         plan = self.scheduler.schedule(began)
         self.memory.poison_freed()
-        self.stalled = not plan.requests
-        if not plan.requests:
+        self.stalled = not plan.requests and ended is None
+        if plan.requests:
+            self._stuck_since = None
+            self._flush_tables()
+            launched = self.runner.launch(plan)
+            self.scheduler.advance(plan)
+            if self.runner.overlaps:
+                self._under_way = launched, began
+            else:
+                ended = launched, began
+        else:
+            outputs += plan.failed
+        if ended is not None:
+            outputs += self._update(*ended)
+        elif self.stalled:
             self.memory.rest(self.scheduler, began)
-            return refused + plan.failed + self._give_up(began)
-        self._stuck_since = None
-        self._flush_tables()
-        result = self.runner.run(plan)
+            outputs += self._give_up(began)
+        return outputs
+
+    def _update(self, ended: Launched, launched_at: float) -> list[TokenOutput]:
+        """Take in what a step chose and touched."""
+        plan = ended.plan
+        result, touched = ended.result()
         now = time.monotonic()
+        seconds = now - max(launched_at, self._updated_at)  # the device had the step before to finish
+        self._updated_at = now
         outputs = self.scheduler.update(plan, result, now)
         prompt_tokens = plan.num_tokens - len(plan.requests)  # 0 in a step of decodes
-        self.memory.after_step(self._touched_counts(), self.scheduler, now, now - began, prompt_tokens)
+        self.memory.after_step(touched, self.scheduler, now, seconds, prompt_tokens)
         self.steps += 1
         self._step_tokens.append(plan.num_tokens)
         for unread in (self._step_tokens, self.scheduler.samples):
@@ -318,7 +373,7 @@ class EngineCore:
                 del unread[: MAX_UNREAD // 2]
         if self.config.debug_pool:
             self.check()
-        return refused + outputs
+        return outputs
 
     def _give_up(self, now: float) -> list[TokenOutput]:
         """Fail the first request in the queue where nothing has run for long and it still finds no room.
@@ -351,9 +406,6 @@ class EngineCore:
         geometry = self.plan.geometry
         for cls, page in pages:
             self.arena.poison([page], geometry.grain, geometry.classes[cls].page_bytes)
-
-    def _touched_counts(self) -> np.ndarray:
-        return self.touched.cpu().numpy()
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix that no request holds."""
@@ -415,7 +467,9 @@ class EngineCore:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_reserved(self.device)
         tables = (
-            self._tables.device_table.nbytes + self._expert_table.device_table.nbytes + self.touched.nbytes
+            self._tables.device_table.nbytes
+            + self._expert_table.device_table.nbytes
+            + self.runner.touched.nbytes
         )
         if self.plan.state_groups:
             tables += self._state_table.device_table.nbytes

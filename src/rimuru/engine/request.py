@@ -93,6 +93,11 @@ class SamplingParams:
     allowed_token_ids: list[int] | None = None
     grammar: Grammar | None = None
 
+    @property
+    def penalised(self) -> bool:
+        """Whether tokens seen before change the logits."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
     def check(self, vocab_size: int | None = None) -> None:
         """Raise `RequestError` naming the first field that cannot be honoured."""
         _count("n", self.n, 1, 128)
@@ -169,7 +174,8 @@ class Request:
     """Core-side state of one sequence: `num_computed` tokens catch up with `num_tokens`.
 
     There is no prefill or decode phase. `tokens` holds prompt and output ids together;
-    `num_computed` counts those whose KV is in the cache (or reused from it).
+    `num_computed` counts those whose KV is in the cache (or reused from it), or will be when the steps
+    launched so far have ended.
     """
 
     request_id: str
@@ -188,6 +194,7 @@ class Request:
     slot: int = -1  # row of the device tables while running
     block_keys: list[bytes] = field(default_factory=list)  # prefix-cache keys of full blocks so far
     preemptions: int = 0
+    unknown: int = 0  # placeholders at the end of `tokens`: sampled by steps still under way
     constraint: Any = None  # how far its grammar has come; kept across preemptions like the tokens
     seed: int | None = None  # of this request's draws; chosen at its first step where the client gave none
     scheduled_at: float | None = None
@@ -222,7 +229,20 @@ class Request:
 
     @property
     def num_output(self) -> int:
-        return len(self.tokens) - self.num_prompt
+        """Output tokens that are known."""
+        return len(self.tokens) - self.unknown - self.num_prompt
+
+    @property
+    def sequential(self) -> bool:
+        """Whether the host must know each token before the step that chooses the next."""
+        p = self.params
+        return self.constraint is not None or p.penalised
+
+    def forget_unknown(self) -> None:
+        """Drop the placeholders; the steps that were to fill them no longer count."""
+        if self.unknown:
+            del self.tokens[-self.unknown :]
+            self.unknown = 0
 
 
 @dataclass(slots=True)

@@ -8,13 +8,37 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from rimuru.kernels.sampling import Penalties, SamplingBatch
+from rimuru.kernels.sampling import GREEDY_BELOW, Penalties, SamplingBatch
 
 from .request import Request
+
+
+@dataclass(slots=True)
+class SamplingRows:
+    """What every row of a step's logits needs, on the host. `R` rows."""
+
+    slots: np.ndarray  # int32 [R]
+    floats: np.ndarray  # float32 [3, R]: temperature, top_p, min_p
+    top_k: np.ndarray  # int32 [R]
+    seeds: np.ndarray  # int64 [R]
+    steps: np.ndarray  # int64 [R]
+
+    @property
+    def all_greedy(self) -> bool:
+        return bool((self.floats[0] < GREEDY_BELOW).all())
+
+    @property
+    def needs_top(self) -> bool:
+        return bool((self.top_k > 0).any() or (self.floats[1] < 1).any())
+
+
+Upload = Callable[[SamplingRows], SamplingBatch]
 
 
 class SamplingState:
@@ -26,7 +50,7 @@ class SamplingState:
         self._top_k = np.zeros(slots, np.int32)
         self._seeds = np.zeros(slots, np.int64)
         self._owner: list[Request | None] = [None] * slots
-        self._plain = np.ones(slots, bool)  # greedy and nothing else asked for
+        self._plain = np.ones(slots, bool)  # asks for nothing but a draw
         self._counts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # slot -> output counts, prompt seen
         self._counted: dict[int, int] = {}  # slot -> output tokens already counted
 
@@ -39,16 +63,15 @@ class SamplingState:
             # One seed for the request's life, so that a resumed request draws on as it would have.
             request.seed = p.seed if p.seed is not None else secrets.randbits(63)
         self._seeds[slot] = request.seed
-        penalised = p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
         self._counts.pop(slot, None)
-        if penalised:
+        if p.penalised:
             seen = torch.zeros(self.vocab_size, dtype=torch.bool)
             seen[torch.tensor(request.tokens[: request.num_prompt])] = True
             counts = torch.zeros(self.vocab_size, dtype=torch.int32)
             self._counts[slot] = counts.to(self.device), seen.to(self.device)
             self._counted[slot] = 0
-        self._plain[slot] = p.temperature < 1e-5 and not (
-            penalised
+        self._plain[slot] = not (
+            p.penalised
             or p.logprobs is not None
             or p.logit_bias
             or p.allowed_token_ids is not None
@@ -56,28 +79,33 @@ class SamplingState:
             or p.grammar is not None
         )
 
-    def batch(self, requests: list[Request]) -> SamplingBatch:
+    def rows(self, requests: list[Request]) -> SamplingRows:
         """Parameters of the requests that sample in this step, in that order."""
         for r in requests:
             if self._owner[r.slot] is not r:
                 self._enter(r)
-        slots = np.fromiter((r.slot for r in requests), np.int64, len(requests))
-        steps = np.fromiter((len(r.tokens) - r.num_prompt for r in requests), np.int64, len(requests))
-        floats = self._floats[:, slots]
-        top_k = self._top_k[slots]
-        to = self._to_device
-        temperature, top_p, min_p = (to(floats[i]) for i in range(3))
-        out = SamplingBatch(
-            temperature, to(top_k), top_p, min_p, to(self._seeds[slots]), to(steps),
-            all_greedy=bool((floats[0] < 1e-5).all()),
-            needs_top=bool((top_k > 0).any() or (floats[1] < 1).any()),
-        )  # fmt: skip
-        if not self._plain[slots].all():
+        n = len(requests)
+        slots = np.fromiter((r.slot for r in requests), np.int32, n)
+        steps = np.fromiter((len(r.tokens) - r.num_prompt for r in requests), np.int64, n)
+        return SamplingRows(slots, self._floats[:, slots], self._top_k[slots], self._seeds[slots], steps)
+
+    def batch(self, requests: list[Request], upload: Upload | None = None) -> SamplingBatch:
+        """The same on the device, with what only some requests asked for. `upload` says how it gets there."""
+        rows = self.rows(requests)
+        out = (upload or self._upload)(rows)
+        if not self._plain[rows.slots].all():
             self._add_extras(out, requests)
         return out
 
-    def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
+    def _upload(self, rows: SamplingRows) -> SamplingBatch:
+        def to(array: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+        temperature, top_p, min_p = (to(f) for f in rows.floats)
+        return SamplingBatch(
+            temperature, to(rows.top_k), top_p, min_p, to(rows.seeds), to(rows.steps),
+            all_greedy=rows.all_greedy, needs_top=rows.needs_top,
+        )  # fmt: skip
 
     def _add_extras(self, out: SamplingBatch, requests: list[Request]) -> None:
         out.num_logprobs = max(-1 if r.params.logprobs is None else r.params.logprobs for r in requests)
@@ -89,7 +117,7 @@ class SamplingState:
                 rows += [row] * len(r.params.logit_bias)
                 ids += r.params.logit_bias.keys()
                 values += r.params.logit_bias.values()
-            if r.num_output < r.params.min_tokens:
+            if len(r.tokens) - r.num_prompt < r.params.min_tokens:
                 rows += [row] * len(r.stop_ids)
                 ids += r.stop_ids
                 values += [-math.inf] * len(r.stop_ids)

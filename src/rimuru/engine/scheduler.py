@@ -9,6 +9,10 @@ recomputation after a preemption are one case:
 
     tokens   [ prompt ............ | output ... ]
              [ computed ... | this step | later ]
+
+A step counts as computed when it is launched (`advance`), so that the next can be planned while it runs. The
+tokens it will sample are placeholders until `update` knows them. What a finished step says of a request that
+ended or yielded its pages meanwhile is dropped.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from .request import FinishReason, Phase, Request, TokenLogprobs, TokenOutput
 from .stats import RequestSample
 
 MAX_PREEMPTIONS_PER_STEP = 8
+UNKNOWN = -1  # a token that a step under way will sample
 
 
 @dataclass(slots=True)
@@ -38,8 +43,10 @@ class StepPlan:
     starts: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
+    lives: list[int] = field(default_factory=list)  # how often each had been preempted before
     num_tokens: int = 0
     failed: list[TokenOutput] = field(default_factory=list)
+    launched: bool = False
 
     def add(self, request: Request, count: int) -> None:
         start = request.num_computed
@@ -47,6 +54,7 @@ class StepPlan:
         self.starts.append(start)
         self.counts.append(count)
         self.samples.append(start + count == len(request.tokens))
+        self.lives.append(request.preemptions)
         self.num_tokens += count
 
 
@@ -157,6 +165,7 @@ class Scheduler:
         error: str | None = None,
         now: float | None = None,
     ) -> TokenOutput:
+        request.forget_unknown()
         if request.phase == Phase.RUNNING:
             self.running.remove(request)
             self._release(request)
@@ -248,6 +257,10 @@ class Scheduler:
         missing = 0
         grow: list[tuple[Request, int]] = []
         for request in self.running:
+            if request.unknown and (
+                request.sequential or request.num_output + request.unknown >= request.max_tokens
+            ):
+                continue  # nothing can be said of its next token before the last one is known
             count = len(request.tokens) - request.num_computed
             if count > 1:
                 count = self._chunk(request, min(count, self._prompts_left))
@@ -307,6 +320,7 @@ class Scheduler:
     def preempt(self, request: Request, cause: str) -> None:
         """Drop a running request's pages and queue it again; it recomputes what is not cached."""
         self.running.remove(request)
+        request.forget_unknown()  # sampled again, and the same, when it is resumed
         self.preempted_tokens += request.num_computed
         self.preemptions[cause] = self.preemptions.get(cause, 0) + 1
         self._release(request)
@@ -361,17 +375,30 @@ class Scheduler:
 
     # -- after the step --------------------------------------------------------------------
 
+    def advance(self, plan: StepPlan) -> None:
+        """Count a launched step's tokens as computed; `update` follows when its result is there."""
+        plan.launched = True
+        for request, start, count, samples in zip(
+            plan.requests, plan.starts, plan.counts, plan.samples, strict=True
+        ):
+            request.num_computed = start + count
+            if samples:
+                request.tokens.append(UNKNOWN)
+                request.unknown += 1
+
     def update(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenOutput]:
-        """Append what the step chose, publish full blocks, end what is done."""
+        """Fill in what the step chose, publish full blocks, end what is done."""
+        if not plan.launched:
+            self.advance(plan)
         memory, size = self.memory, self.block_tokens
         if self.budget is not None and plan.num_tokens > len(plan.requests):
             self.budget.passed_at = now
         outputs: list[TokenOutput] = list(plan.failed)
         for index, request in enumerate(plan.requests):
-            if request.phase != Phase.RUNNING:  # aborted or preempted while the step ran
-                continue
-            before = request.num_computed
-            after = request.num_computed = before + plan.counts[index]
+            if request.phase != Phase.RUNNING or request.preemptions != plan.lives[index]:
+                continue  # it ended, or yielded its pages, while the step ran
+            before = plan.starts[index]
+            after = before + plan.counts[index]
             if memory.prefix_caching and after // size > before // size:
                 memory.extend_keys(request)
                 memory.commit(request.slot, request.block_keys, after // size)
@@ -382,8 +409,8 @@ class Scheduler:
                 known.extend(result.prompt_logprobs[index])
             if not plan.samples[index]:
                 continue
-            token = result.tokens[index]
-            request.tokens.append(token)
+            token = request.tokens[after] = result.tokens[index]
+            request.unknown -= 1
             self.generation_tokens += 1
             request.last_token_at = now
             prompt_logprobs = None
@@ -421,6 +448,7 @@ class Scheduler:
         for request in self.running:
             assert request.phase == Phase.RUNNING
             assert request.num_computed <= len(request.tokens)
+            assert request.tokens.count(UNKNOWN) == request.unknown, f"{request.request_id} lost a token"
             assert self.memory.held[request.slot] * self.block_tokens >= request.num_computed, (
                 f"{request.request_id} computed more tokens than its blocks hold"
             )

@@ -6,13 +6,12 @@ Room: models. Rule: a step's Python is one short loop; every tensor and kernel i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch.nn.functional import embedding
 
 from rimuru.kernels import operation
 from rimuru.kernels.types import ExpertLayout, KVView, RecurrentView, StepMeta
@@ -22,6 +21,14 @@ from rimuru.layers.linear import DenseWeights, GatedMlp
 from rimuru.layers.moe import SparseMoe
 from rimuru.layers.norm_rope import rope_table
 from rimuru.models.config import ModelConfig
+
+
+class RouterLogits(Protocol):
+    """What gives the routers' logits where the routers themselves do not."""
+
+    def logits(self, layer: int, meta: StepMeta) -> torch.Tensor:
+        """Of MoE layer `layer` for the step's tokens: float32 `[T, experts]`; asked for layer by layer."""
+        ...
 
 
 @dataclass(slots=True)
@@ -72,7 +79,9 @@ class Decoder:
         self.parameters = weights.views
         self.nbytes = weights.nbytes + rope.numel() * rope.dtype.itemsize
         self._linear, self._eps = ops.linear, config.rms_eps
+        self._embed = operation(ops, "embed")
         self._norm_op = operation(ops, "zero_centred_rms_norm" if config.zero_centred_norm else "rms_norm")
+        self.routing: RouterLogits | None = None  # stands in for the routers
         self._table: torch.Tensor | None = None
         self._rows: tuple[torch.Tensor, ...] = ()
 
@@ -134,36 +143,45 @@ class Decoder:
         tokens: torch.Tensor,
         meta: StepMeta,
         kv: Sequence[KVView | RecurrentView],
-        expert_table: torch.Tensor,
+        expert_table: torch.Tensor | Sequence[Iterable[torch.Tensor]],
         touched: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
+        latest: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One step.
 
-        tokens int64 `[T]`; kv: one view a layer, of its kind; expert_table int64 `[MoE layers, experts]`, raw
-        addresses; touched int32 of the same shape, incremented by the tokens routed to each expert;
-        rows int64 `[S]`: the tokens whose hidden state is wanted (default all). Returns the normed
+        tokens int32 or int64 `[T]`, negative where `latest` (int32 by slot) has the token; kv: one view a
+        layer, of its kind; expert_table int64 `[MoE layers, experts]`, raw addresses, or what `moe` takes for
+        each layer; touched int32 `[MoE layers, experts]`, incremented by the tokens routed to each expert;
+        rows int32 or int64 `[S]`: the tokens whose hidden state is wanted (default all). Returns the normed
         hidden states `[T or S, hidden]`, input to `logits`.
         """
-        if expert_table is not self._table:
-            self._table, self._rows = expert_table, expert_table.unbind(0)
-        addresses, norm, eps = self._rows, self._norm_op, self._eps
-        counts: Sequence[torch.Tensor | None] = (None,) * len(addresses)
+        addresses: Sequence[torch.Tensor | Iterable[torch.Tensor]]
+        if not isinstance(expert_table, torch.Tensor):
+            addresses = expert_table
+        else:
+            if expert_table is not self._table:
+                self._table, self._rows = expert_table, expert_table.unbind(0)
+            addresses = self._rows
+        norm, eps, routing = self._norm_op, self._eps, self.routing
+        counts: Sequence[torch.Tensor | None] = (None,) * len(self.config.moe_layers)
         if touched is not None:
             counts = touched.unbind(0)
-        x, residual = embedding(tokens, self.embedding), None
+        x, residual = self._embed(tokens, self.embedding, meta.token_slots, latest), None
         for layer, view in zip(self.layers, kv, strict=True):
             x, residual = norm(x, layer.input_norm, eps, residual)
             x = layer.attention.forward(x, meta, view)  # type: ignore[arg-type]
             x, residual = norm(x, layer.post_norm, eps, residual)
             if layer.moe is not None:
-                x = layer.moe.forward(x, addresses[layer.moe.index], counts[layer.moe.index])
+                at = layer.moe.index
+                routed = None if routing is None else routing.logits(at, meta)
+                x = layer.moe.forward(x, addresses[at], counts[at], meta.token_slots, routed)
             else:
                 x = layer.mlp.forward(x)  # type: ignore[union-attr]
         if rows is not None:
-            x, residual = x[rows], residual[rows]  # type: ignore[index]
+            x, residual = x.index_select(0, rows), residual.index_select(0, rows)  # type: ignore[union-attr]
         return norm(x, self.norm, eps, residual)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states `[S, hidden]` -> float32 `[S, vocab]`."""
-        return self._linear(hidden, self.head).float()
+        """Hidden states `[S, hidden]` -> `[S, vocab]` in the model's dtype."""
+        return self._linear(hidden, self.head)
