@@ -5,19 +5,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.streaming import EXPERTS, LAYERS, LAYOUT, MANY, House
 
-from rimuru.experts.store import ExpertStore
-from rimuru.experts.stream import ExpertStream, crossings, plan_ring, worth_streaming
-from rimuru.kernels import backend_for, reference
-from rimuru.kernels.types import EXPERT_ADDRESS, EXPERT_HOST, ExpertLayout
-from rimuru.pool.allocator import Allocator, Shortage
-from rimuru.pool.arena import Arena
-from rimuru.pool.geometry import AttentionKind, Kind, PoolSpec, plan_geometry
-from rimuru.pool.tables import Table
-
-LAYERS, EXPERTS, TOP_K = 4, 6, 2
-MANY = 200  # tokens that touch every expert for certain
-LAYOUT = ExpertLayout(hidden=48, intermediate=32, dtype=torch.float32)
+from rimuru.experts.stream import PASSES, crossings, plan_ring, worth_streaming
+from rimuru.kernels.types import EXPERT_HOST
+from rimuru.pool.allocator import Shortage
 
 
 class TwoStreams:
@@ -70,67 +62,31 @@ class TwoStreams:
             self.done.add(number)
 
 
-class House:
-    """A pool with `free` expert pages beside the resident experts, a store, and a stream."""
-
-    def __init__(self, resident: int, free: int, seed: int = 0, **options):
-        kv = AttentionKind("kv", (0, 1), bytes_per_token_per_layer=256, block_tokens=8)
-        geometry = plan_geometry(PoolSpec(attention=(kv,), expert_bytes=LAYOUT.page_bytes))
-        cls = geometry.class_of(Kind.EXPERT)
-        per_root = max(1, geometry.classes[cls].per_parent)
-        self.allocator = Allocator(geometry, -(-max(1, resident + free) // per_root) * geometry.huge_bytes)
-        self.cls = cls
-        self.arena = Arena(self.allocator.roots * geometry.huge_bytes)
-        self.table = Table((LAYERS, EXPERTS), torch.int64)
-        self.store = ExpertStore(
-            LAYOUT, LAYERS, EXPERTS, allocator=self.allocator, page_class=cls, arena=self.arena,
-            table=self.table, lendable=LAYERS * EXPERTS, resident=resident, poison=True,
-        )  # fmt: skip
-        generator = torch.Generator().manual_seed(seed)
-        for layer in range(LAYERS):
-            for expert in range(EXPERTS):
-                for part in self.store.sink(layer, expert):
-                    part.copy_(torch.randn(part.shape, generator=generator) / 7)
-        # In any order, so that layers differ in how many of their experts are missing.
-        shuffled = np.random.default_rng(seed).permutation(LAYERS * EXPERTS).tolist()
-        self.store.fill_initial(divmod(i, EXPERTS) for i in shuffled)
-        self.allocator.take(cls, self.allocator.obtainable(cls) - free, "others")
-        self.table.flush(reference.apply_edits)
-        self.stream = ExpertStream(
-            LAYOUT, self.store.host_page, table=self.table, allocator=self.allocator, page_class=cls,
-            arena=self.arena, top_k=TOP_K, poison=True, **options,
-        )  # fmt: skip
-
-    @property
-    def missing(self) -> np.ndarray:
-        return ~self.store.resident
-
-    def bytes_at(self, entry: int) -> torch.Tensor:
-        return reference.tensor_at(entry & EXPERT_ADDRESS, (LAYOUT.page_bytes,), torch.uint8)
-
-    def check(self) -> None:
-        self.stream.check()
-        self.store.check()
-        self.allocator.check()
-
-
-def read_all(house: House, table: torch.Tensor, layer: int) -> None:
-    """What a MoE layer does to its experts: it finds each one's own bytes, wherever it lies."""
-    for expert in range(EXPERTS):
-        assert torch.equal(house.bytes_at(int(table[layer, expert])), house.store.host_page(layer, expert)), (
-            f"expert {expert} of layer {layer} is not itself"
-        )
+def read(house: House, layer: int, row: list[int]) -> None:
+    """What one pass of a MoE layer does to its experts: it finds each one's own bytes, wherever it lies."""
+    for expert, entry in enumerate(row):
+        if entry:
+            assert torch.equal(house.bytes_at(entry), house.store.host_page(layer, expert)), (
+                f"expert {expert} of layer {layer} is not itself"
+            )
 
 
 def check_whole(page: torch.Tensor) -> None:
     assert (page == 0xEE).all(), "a copy came late"
 
 
-def run_layers(house: House, table: torch.Tensor, launch, layers: int = LAYERS) -> None:
+def run(house: House, passes, launch=lambda work: work(), layers: int = LAYERS) -> np.ndarray:
+    """The step's first layers; whether each expert was read from the pool, bool `[layers, experts]`."""
+    in_pool = np.zeros((LAYERS, EXPERTS), bool)
     for layer in range(layers):
-        house.stream.before(layer)
-        launch(lambda layer=layer: read_all(house, table, layer))
-        house.stream.after(layer)
+        seen = []
+        for row in passes[layer]:
+            entries = row.tolist()
+            seen += [e for e, entry in enumerate(entries) if entry]
+            in_pool[layer] |= [entry != 0 and not entry & EXPERT_HOST for entry in entries]
+            launch(lambda layer=layer, entries=entries: read(house, layer, entries))
+        assert sorted(seen) == list(range(EXPERTS)), "each expert is in one pass"
+    return in_pool
 
 
 @settings(max_examples=50)
@@ -138,24 +94,32 @@ def run_layers(house: House, table: torch.Tensor, launch, layers: int = LAYERS) 
     gain=st.lists(st.lists(st.integers(-1, 3), min_size=5, max_size=5), min_size=1, max_size=6),
     slots=st.integers(0, 40),
 )
-def test_a_slot_is_written_again_only_when_the_layer_that_reads_it_has_run(gain, slots):
+def test_a_slot_is_written_again_only_when_the_pass_that_reads_it_has_run(gain, slots):
     gain = np.array(gain, float)
     ring = plan_ring(gain, slots)
-    reader = {}  # slot -> the layer that reads what was copied there last
-    for at, (layer, slot, after) in enumerate(zip(ring.layer, ring.slot, ring.after, strict=True)):
+    reader = {}  # slot -> the pass that reads what was copied there last
+    for at, (layer, turn, slot) in enumerate(zip(ring.layer, ring.turn, ring.slot, strict=True)):
         assert 0 <= slot < slots
-        assert reader.get(slot, -1) <= after < layer
-        assert at < ring.ends[layer]
-        assert at < ring.released[layer], "a layer would wait for a copy that only it releases"
-        reader[slot] = layer
-    # No copy waits for more than it must: with as many slots as copies none waits at all.
-    assert (ring.after[:slots] == -1).all()
+        assert layer * PASSES <= turn < layer * PASSES + ring.passes[layer]
+        assert at < ring.ends[turn]
+        assert at < ring.released[turn], "a pass would wait for a copy that only it releases"
+        last = reader.get(slot, -1)
+        assert last < turn
+        assert at >= ring.released[max(0, last)] or last < 0, "released before its slot was read"
+        assert at < ring.released[last + 1], "held back for longer than its slot is in use"
+        reader[slot] = turn
     assert ring.released[-1] == ring.ends[-1] == len(ring.layer)
+    assert not len(ring.turn) or np.bincount(ring.turn).max() <= max(slots // 2, 1)
     for layer, row in enumerate(gain):
         taken = ring.expert[ring.layer == layer]
-        assert len(set(taken.tolist())) == len(taken) == min(slots, np.count_nonzero(row > 0))
-        left = np.delete(row, taken)
-        assert not len(taken) or left.max(initial=-1) <= row[taken].min(), "the dearest are taken first"
+        assert len(set(taken.tolist())) == len(taken) == (np.count_nonzero(row > 0) if slots else 0)
+
+
+def test_a_layer_of_more_passes_than_a_launch_is_worth_copies_the_dearest():
+    gain = np.random.default_rng(0).permutation(4 * PASSES).reshape(1, -1) + 1.0
+    ring = plan_ring(gain, 2)
+    assert ring.passes.tolist() == [PASSES]
+    assert sorted(gain[0, ring.expert].tolist()) == list(range(2 * PASSES + 1, 4 * PASSES + 1))
 
 
 @settings(max_examples=25)
@@ -172,10 +136,10 @@ def test_every_layer_finds_its_experts_whatever_runs_ahead_of_what(seed, residen
     house.arena.poison = lambda *a: streams.launch(lambda: poison(*a))  # on the compute stream
     before = house.allocator.obtainable(house.cls)
     for layers in steps:  # a step is given up after so many
-        with house.stream.step(MANY) as table:
-            assert (table is None) == (free == 0 or not house.missing.any())
-            if table is not None:
-                run_layers(house, table.clone(), streams.launch, layers)
+        with house.stream.step(MANY) as passes:
+            assert (passes is None) == (free == 0 or not house.missing.any())
+            if passes is not None:
+                assert run(house, passes, streams.launch, layers)[:layers].all()
         # Freed while the step is still on its way: the next owner writes behind it on the compute stream.
         pages = house.allocator.take(house.cls, before, "others")
         assert not isinstance(pages, Shortage)
@@ -190,18 +154,12 @@ def test_every_layer_finds_its_experts_whatever_runs_ahead_of_what(seed, residen
     house.check()
 
 
-def test_what_is_streamed_is_what_has_pages_and_residency_stays_as_it_was():
-    house = House(resident=10, free=5)
+def test_every_missing_expert_passes_through_the_pool_and_residency_stays_as_it_was():
+    house = House(resident=10, free=3)
     mirror, resident = house.table.mirror.copy(), house.store.resident.copy()
-    with house.stream.step(MANY) as table:
-        host = (table.numpy() & EXPERT_HOST) != 0
-        streamed = house.missing & ~host
-        assert streamed.sum(1).tolist() == np.minimum(house.missing.sum(1), 5).tolist()
-        assert (host & ~house.missing).sum() == 0
-        assert np.array_equal(table.numpy()[~streamed], mirror[~streamed])
-        run_layers(house, table, lambda work: work())
-    assert house.stream.streamed_experts == streamed.sum()
-    assert house.stream.in_place_experts == host.sum()
+    with house.stream.step(MANY) as passes:
+        assert run(house, passes).all()
+    assert house.stream.streamed_experts == house.missing.sum()
     assert np.array_equal(house.table.mirror, mirror)
     assert np.array_equal(house.store.resident, resident)
     house.check()
@@ -211,12 +169,12 @@ def test_the_buffer_shrinks_to_what_is_free_and_to_nothing():
     house = House(resident=6, free=8)
     held = []
     for _ in range(9):
-        with house.stream.step(MANY) as table:
-            if table is None:
+        with house.stream.step(MANY) as passes:
+            if passes is None:
                 assert not house.allocator.obtainable(house.cls)
                 break
             assert house.allocator.held_by(house.cls, "prefill streaming") == 8 - len(held)
-            run_layers(house, table, lambda work: work())
+            run(house, passes)
         held += house.allocator.take(house.cls, 1, "request")
     assert len(held) == 8
     house.check()
@@ -226,9 +184,8 @@ def test_reserved_pages_serve_when_nothing_else_is_free():
     house = House(resident=6, free=3, reserve=2)
     assert house.stream.reserved_pages == 2
     house.allocator.take(house.cls, 1, "request")
-    with house.stream.step(MANY) as table:
-        run_layers(house, table, lambda work: work())
-    assert house.stream.streamed_experts == 2 * LAYERS
+    with house.stream.step(MANY) as passes:
+        assert run(house, passes).all()
     house.check()
     with pytest.raises(MemoryError, match="4 pages to reserve for prefill streaming, and the pool has 3"):
         House(resident=6, free=3, reserve=4)
@@ -242,14 +199,14 @@ def test_a_step_that_fails_half_way_leaves_nothing_behind():
         raise RuntimeError("cancelled")
 
     def step():
-        with house.stream.step(MANY) as table:
-            run_layers(house, table, launch)
+        with house.stream.step(MANY) as passes:
+            run(house, passes, launch)
 
     with pytest.raises(RuntimeError, match="cancelled"):
         step()
     house.check()
-    with house.stream.step(MANY) as table:
-        run_layers(house, table, lambda work: work())
+    with house.stream.step(MANY) as passes:
+        run(house, passes)
     house.check()
 
 
@@ -258,18 +215,13 @@ def test_small_steps_and_whole_residency_read_the_table_they_always_read():
     assert House(resident=LAYERS * EXPERTS, free=8).stream.begin(MANY) is None
 
 
-def test_known_routing_streams_the_experts_that_are_read():
+def test_known_routing_leaves_what_hardly_anybody_reads_in_host_memory():
     house = House(resident=0, free=4)
-    share = np.zeros((LAYERS, EXPERTS))
-    share[:, 1], share[:, 4] = 1.0, 0.5
-    share[2] = 0.4
-    share[2, 5] = 0.9
-    with house.stream.step(MANY, share) as table:
-        streamed = (table.numpy() & EXPERT_HOST) == 0
-        run_layers(house, table, lambda work: work())
-    assert streamed[[0, 1, 3]].nonzero()[1].tolist() == [1, 4] * 3
-    assert streamed[2].sum() == 4
-    assert streamed[2, 5]
+    share = np.full((LAYERS, EXPERTS), 0.001)
+    share[:, 1], share[:, 4], share[2, 5] = 1.0, 0.5, 0.9
+    with house.stream.step(MANY, share) as passes:
+        in_pool = run(house, passes)
+    assert np.array_equal(in_pool, share > 0.1)
 
 
 @given(st.floats(0.001, 1), st.integers(1, 3000), st.sampled_from([16, 64, 128]))
@@ -285,30 +237,3 @@ def test_streaming_pays_once_a_step_touches_nearly_every_expert():
     assert worth_streaming(40, 8 / 128)
     assert worth_streaming(np.array([4096])[0], 8 / 128)
     assert worth_streaming(4096, np.array([0.0, 0.0001, 0.01])).tolist() == [False, False, True]
-
-
-@pytest.mark.parametrize("free", [1, 5, 12])
-@pytest.mark.parametrize("ops", [reference, backend_for(torch.device("cpu"), torch.float32)])
-def test_a_model_computes_the_same_bits_streamed_in_place_and_resident(ops, free):
-    house = House(resident=9, free=free)
-    every = House(resident=LAYERS * EXPERTS, free=0)
-    generator = torch.Generator().manual_seed(2)
-    routers = torch.randn(LAYERS, EXPERTS, LAYOUT.hidden, generator=generator)
-
-    def forward(table, stream=None):
-        x = torch.randn(MANY, LAYOUT.hidden, generator=torch.Generator().manual_seed(3))
-        for layer in range(LAYERS):
-            weights, ids = ops.route(x @ routers[layer].T, TOP_K, "softmax", True)
-            if stream:
-                stream.before(layer)
-            x = x + ops.moe(x, ids, weights, table[layer], LAYOUT, None)
-            if stream:
-                stream.after(layer)
-        return x
-
-    resident, in_place = forward(every.table.device_table), forward(house.table.device_table)
-    with house.stream.step(MANY) as table:
-        streamed = forward(table, house.stream)
-    assert house.stream.streamed_experts > 0
-    assert torch.equal(resident, in_place)
-    assert torch.equal(resident, streamed)

@@ -1,15 +1,15 @@
-"""Prefill with experts in host memory: the copy engine brings them a layer ahead into free pages.
+"""Prefill with experts in host memory: the copy engine brings them ahead of the MoE into free pages.
 
 Room: between the expert store and the eager step. Rule: residency does not change. A streamed step reads
-a table of its own, in which the experts on their way point at staging pages; what finds no page is read
-in place. Every copy of a step, its slot and what it waits for are known before the first one starts.
+rows of its own, in which the experts on their way point at staging pages. Every copy of a step, its slot
+and what it waits for are known before the first one starts.
 
 A large step routes several tiles of rows to nearly every expert, and the MoE kernel reads an expert in
 host memory once for each tile. Copied ahead, its bytes cross the link once, at the copy engine's rate, and
-while other layers compute. The staging pages form a ring: the copies of the step, in the order of the
-layers, take its slots in turn, and a copy into a used slot waits for the layer that read it. With a slot
-for each missing expert of a layer the link rests only while that layer's MoE runs, and with a few more
-never.
+while other experts are computed. The staging pages form a ring: the copies of the step, layer by layer,
+take its slots in turn. A layer is computed in passes of at most half a ring, each as soon as its experts
+are there; a copy into a used slot waits for the pass that read it. So the link rests for nobody, and a
+small ring carries as much as a large one.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,6 +32,7 @@ OWNER = "prefill streaming"
 TILE_ROWS = 128  # rows of the largest tile: an expert in host memory is read once for each
 # Rate of a kernel's reads over the link as a share of the copy engine's: 50.0 of 54.5 GB/s on an H200.
 KERNEL_RATE = 0.92
+PASSES = 16  # the most a layer is computed in: each is a few launches
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # (destination, source) bytes
 
@@ -58,34 +60,44 @@ def worth_streaming(tokens: int, share: np.ndarray | float, tile_rows: int = TIL
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """The copies of one step in their order, each int64 `[copies]`, and how far each layer lets them go."""
+    """The copies of one step in their order, each int64 `[copies]`, and how far each pass lets them go.
+
+    Passes are numbered through: pass i of layer l is `l * PASSES + i`.
+    """
 
     layer: np.ndarray
     expert: np.ndarray
+    turn: np.ndarray  # the pass that reads it
     slot: np.ndarray  # of the staging ring
-    after: np.ndarray  # the layer whose MoE must have run before the slot is written; -1: none
-    ends: np.ndarray  # [layers]: copies up to and with this layer's
-    released: np.ndarray  # [layers + 1]: copies that may start before layer l's MoE has run
+    passes: np.ndarray  # [layers], at least 1
+    ends: np.ndarray  # [layers * PASSES]: copies up to and with this pass's
+    released: np.ndarray  # [layers * PASSES + 1]: copies that may start before pass t has been launched
 
 
 def plan_ring(gain: np.ndarray, slots: int) -> Ring:
     """Give the experts of a step with `gain` > 0 (`[layers, experts]`) slots of a ring, layer by layer.
 
-    Of a layer with more of them than slots, those with the most to gain are taken; the rest has no copy.
+    Of a layer with more of them than its passes can hold, those with the most to gain are taken; the rest
+    has no copy.
     """
-    layers = len(gain)
-    order = np.argsort(-gain, axis=1, kind="stable")[:, :slots]
+    most = int(np.count_nonzero(gain > 0, axis=1).max())
+    size = min(slots, max(slots // 2, -(-most // PASSES)))  # experts a pass
+    order = np.argsort(-gain, axis=1, kind="stable")[:, : PASSES * size]
     layer, rank = np.nonzero(np.take_along_axis(gain, order, axis=1) > 0)
-    # No layer has more copies than slots, so a slot's last reader is always an earlier layer.
+    turn = layer * PASSES + rank // max(1, size)
+    # No pass has more copies than there are slots, so a slot's last reader is always an earlier pass.
     after = np.full(len(layer), -1)
-    after[slots:] = layer[: max(0, len(layer) - slots)]
+    after[slots:] = turn[: max(0, len(layer) - slots)]
+    turns = len(gain) * PASSES
+    held = np.bincount(layer, minlength=len(gain))
     return Ring(
         layer,
         order[layer, rank],
+        turn,
         np.arange(len(layer)) % max(1, slots),
-        after,
-        np.searchsorted(layer, np.arange(layers), side="right"),
-        np.searchsorted(after, np.arange(-1, layers), side="right"),
+        np.maximum(1, -(-held // max(1, size))),
+        np.searchsorted(turn, np.arange(turns), side="right"),
+        np.searchsorted(after, np.arange(-1, turns), side="right"),
     )
 
 
@@ -147,13 +159,23 @@ class CopyEngine:
         torch.cuda.current_stream(self.stream.device).wait_event(mark)
 
 
+class LayerPasses:
+    """What `moe` takes for a layer's addresses: int64 `[experts]` rows, 0 for the experts of other passes."""
+
+    def __init__(self, stream: ExpertStream, layer: int):
+        self._stream, self._layer = stream, layer
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return self._stream._passes(self._layer)
+
+
 class ExpertStream:
     """Streams the missing experts of large eager steps.
 
-        with stream.step(tokens) as table:
-            for every MoE layer, in order: stream.before(l); its MoE on table[l]; stream.after(l)
+        with stream.step(tokens) as layers:
+            every MoE layer once, in order: moe(..., layers[l], ...)
 
-    `source(layer, expert)` gives the bytes of a host copy, `table` is the EXPERT table; `reserve` pages are
+    `source(layer, expert)` gives the bytes of a host copy, `table` is the EXPERT table. `reserve` pages are
     held for life, all others are taken from what is free when a step begins and given back when it has
     been launched: whoever takes them next on the compute stream is ordered behind the step. Raises
     `MemoryError` where the pool has not that many pages to reserve.
@@ -176,7 +198,8 @@ class ExpertStream:
         self.layout, self._source, self._experts = layout, source, table
         self._allocator, self._class, self._grain = allocator, page_class, allocator.geometry.grain
         self._arena, self._poison = arena, poison
-        self._share = top_k / table.shape[1]
+        layers, experts = table.shape
+        self._share = top_k / experts
         gpu = arena.device.type == "cuda"
         self._copies: CopyStream = copies or (CopyEngine(arena.device) if gpu else CopyNow())
         taken = allocator.take(page_class, reserve, OWNER)
@@ -185,14 +208,15 @@ class ExpertStream:
                 f"{reserve} pages to reserve for prefill streaming, and the pool has {taken.obtainable}"
             )
         self._reserved = taken
-        self.table = torch.zeros_like(table.device_table)  # int64 [layers, experts] of a streamed step
-        self._staging = [torch.empty(table.shape, dtype=torch.int64, pin_memory=gpu) for _ in range(2)]
+        self._layers = [LayerPasses(self, layer) for layer in range(layers)]
+        self._room = torch.zeros(layers * PASSES * experts, dtype=torch.int64, device=arena.device)
+        self._staging = [torch.zeros(len(self._room), dtype=torch.int64, pin_memory=gpu) for _ in range(2)]
         self._sent = [torch.cuda.Event() for _ in range(2)] if gpu else []
         self.streamed_experts = 0  # copied since the start
-        self.in_place_experts = 0  # worth a copy, but without a page
         self._ring: Ring | None = None
+        self._rows = self._room  # int64 [layers, passes, experts] of the step
         self._pages: list[int] = []  # by slot
-        self._ready: dict[int, Any] = {}  # layer -> mark behind its copies
+        self._ready: dict[int, Any] = {}  # pass -> mark behind its copies
         self._next = 0  # the first copy that has not been asked for
 
     @property
@@ -200,17 +224,22 @@ class ExpertStream:
         """Expert pages of the pool that are held for life."""
         return len(self._reserved)
 
+    @property
+    def nbytes(self) -> int:
+        """Device bytes beside the pool."""
+        return self._room.nbytes
+
     @contextmanager
-    def step(self, tokens: int, share: np.ndarray | None = None) -> Iterator[torch.Tensor | None]:
+    def step(self, tokens: int, share: np.ndarray | None = None) -> Iterator[Sequence[LayerPasses] | None]:
         """`begin` and `end` around a step."""
         try:
             yield self.begin(tokens, share)
         finally:
             self.end()
 
-    def begin(self, tokens: int, share: np.ndarray | None = None) -> torch.Tensor | None:
-        """Plan a step and start its first copies; the table to read, int64 `[layers, experts]`, or None
-        where the EXPERT table serves as well.
+    def begin(self, tokens: int, share: np.ndarray | None = None) -> Sequence[LayerPasses] | None:
+        """Plan a step and start its first copies; each layer's addresses for `moe`, or None where the
+        EXPERT table serves as well.
 
         The EXPERT table must have no edits staged. share float `[layers, experts]`: the probability that
         a token is routed to an expert (default: all alike).
@@ -228,35 +257,20 @@ class ExpertStream:
         if not pages:
             return None
         self._pages, ring = pages, plan_ring(gain, len(pages))
-        rows = mirror.copy()
-        rows[ring.layer, ring.expert] = self._arena.address + np.asarray(pages)[ring.slot] * self._grain
-        self._upload(rows)
+        self._upload(ring)
         self.streamed_experts += len(ring.layer)
-        self.in_place_experts += int(wanted.sum()) - len(ring.layer)
         self._ring, self._next = ring, 0
         self._issue(int(ring.released[0]))
-        return self.table
-
-    def before(self, layer: int) -> None:
-        """Have the compute stream wait for the layer's experts."""
-        mark = self._ready.pop(layer, self)
-        if mark is not self:
-            self._copies.wait(mark)
-
-    def after(self, layer: int) -> None:
-        """The layer's MoE has been launched: what waits for its slots may follow it."""
-        assert self._ring is not None, "a layer's end outside a step"
-        self._issue(int(self._ring.released[layer + 1]))
+        return self._layers
 
     def end(self) -> None:
         """The step has been launched, or given up: give the pages back."""
         if self._ring is None:
             return
         self._copies.wait(self._copies.mark())
-        given = self._pages[len(self._reserved) :]
         if self._poison:
             self._arena.poison(self._pages, self._grain, self.layout.page_bytes)
-        self._allocator.give(self._class, given, OWNER)
+        self._allocator.give(self._class, self._pages[len(self._reserved) :], OWNER)
         self._ring, self._pages = None, []
         self._ready.clear()
 
@@ -275,15 +289,36 @@ class ExpertStream:
         assert not isinstance(taken, Shortage), "the allocator refused what it had offered"
         return self._reserved + taken
 
-    def _upload(self, rows: np.ndarray) -> None:
+    def _upload(self, ring: Ring) -> None:
+        """Each pass's row to the device: what is not streamed is read in the first pass, where it lies."""
+        layers, experts = self._experts.shape
+        shape = layers, int(ring.passes.max()), experts
+        n = prod(shape)
         self._staging.reverse()
         self._sent.reverse()
         if self._sent:
             self._sent[0].synchronize()  # of the step before the last one: long past
-        self._staging[0].numpy()[:] = rows
-        self.table.copy_(self._staging[0], non_blocking=True)
+        rows = self._staging[0].numpy()[:n].reshape(shape)
+        rows[:] = 0
+        rows[:, 0] = self._experts.mirror
+        rows[ring.layer, 0, ring.expert] = 0
+        pages = np.asarray(self._pages)[ring.slot]
+        rows[ring.layer, ring.turn % PASSES, ring.expert] = self._arena.address + pages * self._grain
+        self._rows = self._room[:n].view(shape)
+        self._rows.view(-1).copy_(self._staging[0][:n], non_blocking=True)
         if self._sent:
             self._sent[0].record()
+
+    def _passes(self, layer: int) -> Iterator[torch.Tensor]:
+        """The layer's rows, each behind its copies; what a pass frees is written again once it has run."""
+        ring = self._ring
+        assert ring is not None, "a streamed layer outside its step"
+        for i in range(int(ring.passes[layer])):
+            turn = layer * PASSES + i
+            if turn in self._ready:
+                self._copies.wait(self._ready.pop(turn))
+            yield self._rows[layer, i]
+            self._issue(int(ring.released[turn + 1]))
 
     def _issue(self, stop: int) -> None:
         """Ask for the copies up to `stop`, behind what has been launched so far."""
@@ -292,11 +327,11 @@ class ExpertStream:
             return
         self._copies.fence()
         while start < stop:
-            layer = int(ring.layer[start])
-            end = min(stop, int(ring.ends[layer]))
+            turn = int(ring.turn[start])
+            end = min(stop, int(ring.ends[turn]))
             self._copies.copy([self._pair(ring, at) for at in range(start, end)])
-            if end == ring.ends[layer]:
-                self._ready[layer] = self._copies.mark()
+            if end == ring.ends[turn]:
+                self._ready[turn] = self._copies.mark()
             start = end
         self._next = stop
 
