@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ from rimuru.kernels import reference
 from rimuru.models.config import load_model_config
 from rimuru.models.loader import dummy_weights, load_weights
 from rimuru.models.registry import build_model
+from rimuru.models.transfer import CHUNK_BYTES
 
 PROMPTS = tiny_prompts((5, 9))
 
@@ -206,6 +208,47 @@ def test_experts_of_a_dense_layer_are_extra(tmp_path):
         attempt(path)
 
 
+# -- what one read serves, and what several do ---------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [256, 4096, 100_000])
+def test_tensors_are_whole_however_they_are_cut_and_joined(chunk, tmp_path, plain, monkeypatch):
+    monkeypatch.setitem(CHUNK_BYTES, "cpu", chunk)
+    for shards in (1, 3):
+        path = rewrite(tiny_checkpoint("mixtral"), tmp_path / f"{shards}", shards=shards)
+        assert torch.equal(logits(path), plain["mixtral"])
+
+
+def test_reads_that_end_early_are_continued(plain, monkeypatch):
+    whole = os.preadv
+
+    def a_little(descriptor, views, at):
+        return whole(descriptor, [views[0][:1000]], at)
+
+    monkeypatch.setattr("os.preadv", a_little)
+    assert torch.equal(logits(tiny_checkpoint("olmoe")), plain["olmoe"])
+
+
+@pytest.mark.parametrize("chunk", [264, 100_000])
+def test_files_of_several_dtypes_are_read_through_the_buffers(chunk, tmp_path, monkeypatch):
+    """Also a tensor of odd length before one of wider values, which would not be aligned behind it."""
+    monkeypatch.setitem(CHUNK_BYTES, "cpu", chunk)
+    kinds = [torch.bfloat16, torch.float32, torch.float64, torch.float16]
+
+    def mix(tensors):
+        return {n: t.to(kinds[i % 4]) for i, (n, t) in enumerate(sorted(tensors.items()))}
+
+    path = rewrite(tiny_checkpoint("qwen2_moe"), tmp_path / "m", mix)
+    harness = Harness(path, dtype=torch.float32, max_len=16, slots=1)
+    disk = load_file(path / "model.safetensors")
+    for name, tensor in harness.model.parameters.items():
+        if f"model.{name}" in disk:
+            assert torch.equal(tensor, disk[f"model.{name}"].float()), name
+    gate_up, _ = harness.store.sink(0, 3)
+    parts = [disk[f"model.layers.0.mlp.experts.3.{p}_proj.weight"].float() for p in ("gate", "up")]
+    assert torch.equal(gate_up, torch.cat(parts))
+
+
 # -- damaged files -------------------------------------------------------------------------
 
 
@@ -246,14 +289,15 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path):
     path = rewrite(tiny_checkpoint("mixtral"), tmp_path / "m")
     file = path / "model.safetensors"
     model = build_model(load_model_config(path), reference, "cpu", torch.float32)
-    scrap = torch.empty(2 * 96, 64), torch.empty(64, 96)
+    half = file.stat().st_size // 2
 
-    def shrink(what, share):
+    def shrink(layer, expert):
         with file.open("r+b") as f:
-            f.truncate(file.stat().st_size // 2)
+            f.truncate(half)
+        return torch.empty(2 * 96, 64), torch.empty(64, 96)
 
     with pytest.raises(CheckpointError, match=r"model\.safetensors: truncated inside model\."):
-        load_weights(path, model, lambda layer, e: scrap, shrink)
+        load_weights(path, model, shrink)
 
 
 def test_absent_shards_are_all_named(tmp_path):
@@ -320,10 +364,12 @@ def test_dummy_experts_differ():
 _MEASURE = """
 import sys, torch
 from pathlib import Path
-from rimuru.kernels import reference
+from rimuru.kernels import host_memory, reference
 from rimuru.models.config import load_model_config
 from rimuru.models.loader import load_weights
 from rimuru.models.registry import build_model
+
+host_memory.MAX_THREADS = 2
 
 def resident():
     rows = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
@@ -351,7 +397,8 @@ for dtype in (torch.float32, torch.bfloat16):
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 def test_loading_holds_no_more_than_a_buffer_beside_the_destination(tmp_path):
-    # 38 MB in one file, stacks of 8 and 4 MB. The bounce buffer has 4 MiB; 3 MiB for all the rest.
+    # 38 MB in one file, stacks of 8 and 4 MB. Two threads' buffers have 4 MiB each, and those only where
+    # the dtype changes; 3 MiB for all the rest.
     wide = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
 
     def blow_up(tensors):
@@ -365,7 +412,9 @@ def test_loading_holds_no_more_than_a_buffer_beside_the_destination(tmp_path):
     assert (path / "model.safetensors").stat().st_size > 37e6
     run = subprocess.run([sys.executable, "-c", _MEASURE, path], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    assert max(map(int, run.stdout.split())) < 7 << 20
+    as_stored, converted = map(int, run.stdout.split())
+    assert as_stored < 3 << 20
+    assert converted < 11 << 20
 
 
 def test_both_spellings_of_a_config_give_the_same_model(tmp_path, plain):

@@ -9,20 +9,29 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+MAX_THREADS = 16
 HUGE = 2 << 20  # bytes of a huge page, and the alignment the kernel needs to give one
 _PORTABLE_MAPPED = 0x1 | 0x2  # cudaHostRegisterPortable | cudaHostRegisterMapped
+
+
+def threads() -> int:
+    """How many threads touch or fill host memory at the same time."""
+    return max(1, min(MAX_THREADS, len(os.sched_getaffinity(0))))
 
 
 class HostMemory:
     """`nbytes` of zeroed host memory at a fixed address.
 
     With `pin`, the first `pinned_bytes` are registered with the GPU driver: kernels read them by
-    address and copies from them are asynchronous. `pin_limit` caps that (bytes); where the driver
-    refuses, an eighth less is tried until it fits. `pinned_bytes < nbytes` is the caller's to
+    address and copies from them are asynchronous. They are touched before, by several threads: left to
+    the driver, the pages of 48 GiB took 15.5 s. `pin_limit` caps the bytes; where the driver refuses, an
+    eighth less is tried until it fits. `pinned_bytes < nbytes` is the caller's to
     handle: the remainder is ordinary memory. On a machine without a GPU nothing is pinned.
     """
 
@@ -45,7 +54,18 @@ class HostMemory:
         if pin and torch.cuda.is_available():
             self._pin(nbytes if pin_limit is None else min(nbytes, pin_limit))
 
+    def _touch(self, nbytes: int) -> None:
+        """Have the system give the first `nbytes` their pages."""
+        pages, step = self.tensor.numpy(), 64 << 20
+
+        def touch(start: int) -> None:
+            pages[start : min(start + step, nbytes) : mmap.PAGESIZE] = 0
+
+        with ThreadPoolExecutor(threads(), "host-memory") as pool:
+            list(pool.map(touch, range(0, nbytes, step)))
+
     def _pin(self, want: int) -> None:
+        self._touch(want)
         driver = torch.cuda.cudart()
         for eighths in range(8, 0, -1):
             size = want * eighths // 8

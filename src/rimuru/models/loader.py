@@ -1,7 +1,8 @@
 """Weights from safetensors files, each straight to where it will be served from.
 
 Room: models. Rule: everything is compared with what the model needs before a byte is copied; then
-tensor after tensor in file order, with nothing but a small buffer besides the destination.
+the files are read in their own order, by several threads, with nothing but a few buffers besides the
+destination.
 
 Dense parameters go in place. Experts go wherever the caller's `ExpertSink` says, one expert at a
 time, whether the files hold them one by one or stacked.
@@ -12,17 +13,22 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from rimuru.errors import CheckpointError, ConfigError
+from rimuru.kernels.host_memory import threads
 from rimuru.models.config import ModelConfig, read_json
 from rimuru.models.decoder import Decoder
-from rimuru.models.safetensors_file import DTYPES, Reader, StoredTensor, read_header
+from rimuru.models.safetensors_file import DTYPES, StoredTensor, read_header
+from rimuru.models.transfer import Piece, transfer
 
 # (index of the MoE layer, expert) -> its gate_up [2 * intermediate, hidden] and down [hidden,
-# intermediate], to be written. Called once for every stored piece, so up to three times an expert.
+# intermediate], to be written. Called once for every stored piece, so up to three times an expert, and on
+# the thread that loads.
 ExpertSink = Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]
 Progress = Callable[[str, float], None]  # what is under way, the share of it done
 
@@ -190,22 +196,27 @@ def load_weights(
     stored = [tensor for file in weight_files(folder) for tensor in read_header(file)]
     plan = _Plan(model.config, model, stored)
     plan.check(folder)
-    copies: dict[Path, list[tuple[StoredTensor, Iterator[tuple[int, torch.Tensor]]]]] = {}
-    for tensor, target in plan.dense:
-        copies.setdefault(tensor.file, []).append((tensor, iter([(0, target)])))
+    tensors = [(t, iter([(0, target)])) for t, target in plan.dense]
     for tensor, layer, expert, part in plan.experts:
-        targets = _expert_targets(layer, expert, part, model.config, expert_sink)
-        copies.setdefault(tensor.file, []).append((tensor, targets))
-    total = sum(tensor.nbytes for jobs in copies.values() for tensor, _ in jobs)
-    done, reader = 0, Reader()
-    for file, jobs in sorted(copies.items()):
-        with file.open("rb", buffering=0) as handle:
-            for tensor, targets in sorted(jobs, key=lambda job: job[0].start):
-                for skip, target in targets:
-                    reader.read(handle, tensor, skip, target)
-                done += tensor.nbytes
-                if progress is not None:
-                    progress("loading weights", done / total)
+        tensors.append((tensor, _expert_targets(layer, expert, part, model.config, expert_sink)))
+    tensors.sort(key=lambda job: (job[0].file, job[0].start))
+    done, total = 0, sum(tensor.nbytes for tensor, _ in tensors)
+
+    def on_done(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress("loading weights", done / total)
+
+    transfer(
+        (
+            Piece(tensor, tensor.start + skip * DTYPES[tensor.dtype].itemsize, target.view(-1))
+            for tensor, targets in tensors
+            for skip, target in targets
+        ),
+        model.device,
+        on_done,
+    )
 
 
 def _expert_targets(
@@ -228,30 +239,45 @@ def dummy_weights(
     scaled by 1/sqrt(fan-in): fast enough for tens of gigabytes, and no two experts are alike.
     """
     block = torch.randn((1 << 20) + 7, generator=torch.Generator().manual_seed(seed))
-    scaled: dict[tuple[float, torch.device], torch.Tensor] = {}
+    scaled: dict[tuple[float, torch.device, torch.dtype], Any] = {}
+    under_way: list[Future[None]] = []
 
     def fill(name: str, target: torch.Tensor) -> None:
         if name.endswith("norm.weight"):
             centred = model.config.zero_centred_norm and not name.endswith("linear_attn.norm.weight")
             target.fill_(0.0 if centred else 1.0)
             return
-        key = (target.shape[-1] ** -0.5 if target.dim() > 1 else 0.02, target.device)
+        host = target.device.type == "cpu"
+        key = (target.shape[-1] ** -0.5 if target.dim() > 1 else 0.02, target.device, target.dtype)
         if key not in scaled:
-            scaled[key] = (block * key[0]).to(target.device, target.dtype)
-        source, flat = scaled[key], target.view(-1)
-        at, written = zlib.crc32(name.encode()) % len(source), 0
-        while written < len(flat):
-            n = min(len(source) - at, len(flat) - written)
-            flat[written : written + n] = source[at : at + n]
-            at, written = 0, written + n
+            source = (block * key[0]).to(target.device, target.dtype)
+            scaled[key] = source.view(torch.uint8).numpy() if host else source
+        source, at = scaled[key], zlib.crc32(name.encode()) % len(block)
+        if host:  # in bytes, because numpy has no bfloat16; and numpy, because it leaves threads to us
+            flat = target.view(-1).view(torch.uint8).numpy()
+            under_way.append(pool.submit(_repeat, source, at * target.dtype.itemsize, flat))
+        else:
+            _repeat(source, at, target.view(-1))
 
-    for name, target in model.parameters.items():
-        fill(name, target)
-    layers = len(model.config.moe_layers)
-    for layer in range(layers):
-        for expert in range(model.config.num_experts):
-            gate_up, down = expert_sink(layer, expert)
-            fill(f"{layer}.{expert}.gate_up", gate_up)
-            fill(f"{layer}.{expert}.down", down)
-        if progress is not None:
-            progress("drawing weights", (layer + 1) / layers)
+    with ThreadPoolExecutor(threads(), "loader") as pool:
+        for name, target in model.parameters.items():
+            fill(name, target)
+        layers = len(model.config.moe_layers)
+        for layer in range(layers):
+            for expert in range(model.config.num_experts):
+                gate_up, down = expert_sink(layer, expert)
+                fill(f"{layer}.{expert}.gate_up", gate_up)
+                fill(f"{layer}.{expert}.down", down)
+            while under_way:
+                under_way.pop().result()
+            if progress is not None:
+                progress("drawing weights", (layer + 1) / layers)
+
+
+def _repeat(source: Any, at: int, target: Any) -> None:
+    """Fill a flat `target` with `source`, over and over, from its element `at` on."""
+    written = 0
+    while written < len(target):
+        n = min(len(source) - at, len(target) - written)
+        target[written : written + n] = source[at : at + n]
+        at, written = 0, written + n

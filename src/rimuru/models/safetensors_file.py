@@ -1,8 +1,6 @@
-"""The safetensors format, read without a memory map.
+"""What a safetensors file holds and where in it.
 
-Room: models. Rule: bytes go from the file to their destination, through a small bounce buffer only
-where they change dtype or device. A mapped file would count its pages as the process's own memory,
-a whole shard of them.
+Room: models. Rule: reads headers only, and believes nothing in them that the file's size contradicts.
 
 Layout of a file: header length (8 bytes, little-endian), header (JSON: name -> dtype, shape and
 offsets into the data), data.
@@ -15,14 +13,12 @@ import struct
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 
 from rimuru.errors import CheckpointError
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
-BOUNCE_BYTES = 4 << 20
 _MAX_HEADER = 1 << 28  # bytes; the largest checkpoints in use have headers of a few MiB
 
 
@@ -78,40 +74,3 @@ def read_header(file: Path) -> list[StoredTensor]:
     if at != size:
         raise corrupt(f"it has {size} bytes, its header speaks of {at}")
     return found
-
-
-class Reader:
-    """Copies stored values into tensors; owns the bounce buffer."""
-
-    def __init__(self) -> None:
-        self._bounce = torch.empty(BOUNCE_BYTES, dtype=torch.uint8)
-
-    def read(self, file: BinaryIO, stored: StoredTensor, skip: int, target: torch.Tensor) -> None:
-        """Fill contiguous `target` from the stored values, `skip` elements after the first.
-
-        `file` is open unbuffered. Raises `CheckpointError` if it ends early.
-        """
-        dtype = DTYPES[stored.dtype]
-        file.seek(stored.start + skip * dtype.itemsize)
-        flat = target.view(-1)
-        if target.device.type == "cpu" and target.dtype == dtype:
-            _fill(file, stored, flat.view(torch.uint8))
-            return
-        step = BOUNCE_BYTES // dtype.itemsize
-        for at in range(0, len(flat), step):
-            part = flat[at : at + step]
-            raw = self._bounce[: len(part) * dtype.itemsize]
-            _fill(file, stored, raw)
-            part.copy_(raw.view(dtype))
-
-
-def _fill(file: BinaryIO, stored: StoredTensor, raw: torch.Tensor) -> None:
-    view = memoryview(raw.numpy())
-    while view:
-        try:
-            count = file.readinto(view)  # type: ignore[attr-defined]
-        except OSError as error:
-            raise CheckpointError(f"{stored.file}: {stored.name} cannot be read: {error.strerror}") from None
-        if not count:
-            raise CheckpointError(f"{stored.file}: truncated inside {stored.name}; fetch the file again")
-        view = view[count:]
