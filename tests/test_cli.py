@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import socket
 import subprocess
 import sys
@@ -79,7 +80,12 @@ def test_help_of_serve_lists_its_flags(capsys: pytest.CaptureFixture[str]) -> No
         (["serve", "m", "--speculative-config", "{}"], "speculative decoding is not served"),
         (["serve", "m", "--no-enable-chunked-prefill"], "no effect here"),
         (["bench", "nothing"], "there is no benchmark 'nothing'"),
-        (["chat", "--url", "nowhere", "-m", "hi"], "http://host:port"),
+        (["chat", "--url", "ftp://nowhere", "-m", "hi"], "http://host:port"),
+        (["serve", "m", "--max-model-len", "1.5K"], "32768, 32k or 32K"),
+        (["serve", "m", "--max-model-len", "inf"], "32768, 32k or 32K"),
+        (["serve", "m", "--ttft-slo", "soon"], "--ttft-slo"),
+        (["serve", "m", "--ttft-slo", "200"], "--memory-policy economic"),
+        (["serve", "m", "--memory-policy", "economic", "--itl-slo", "0"], "more than 0 milliseconds"),
     ],
 )
 def test_a_wrong_choice_ends_with_2_and_says_what_would_work(
@@ -126,6 +132,25 @@ def test_every_engine_setting_can_be_reached_by_a_flag() -> None:
     )  # fmt: skip
 
 
+def test_objectives_reach_the_engine_in_milliseconds() -> None:
+    args = parsed("m", "--memory-policy", "economic", "--ttft-slo", "2000", "--itl-slo", "100.5")
+    config = serve.engine_config(args)
+    assert (config.memory_policy, config.ttft_slo, config.itl_slo) == ("economic", 2000.0, 100.5)
+
+
+def test_no_engine_setting_is_without_a_flag() -> None:
+    settings = {field.name for field in dataclasses.fields(EngineConfig)}
+    assert settings <= vars(parsed("m")).keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("32768", 32768), ("32k", 32000), ("32K", 32768), ("1.5k", 1500), ("1m", 10**6), ("1M", 2**20)],
+)
+def test_counts_are_read_as_the_help_says(text: str, count: int) -> None:
+    assert parsed("m", "--max-model-len", text).max_model_len == count
+
+
 def test_no_flags_mean_the_engine_s_own_defaults() -> None:
     assert serve.engine_config(parsed("m")) == EngineConfig(model="m")
     assert serve.server_settings(parsed("m")).served_names == ["m"]
@@ -167,9 +192,10 @@ def test_a_missing_server_dependency_names_the_extra(
 def test_chat_without_a_server_says_how_to_start_one(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    code, _, err = run(capsys, "chat", "--url", f"http://127.0.0.1:{port}", "-m", "hi")
-    assert code == 1
-    assert "rimuru serve demo" in err
+    for url in (f"http://127.0.0.1:{port}", f"127.0.0.1:{port}"):
+        code, _, err = run(capsys, "chat", "--url", url, "-m", "hi")
+        assert code == 1
+        assert "rimuru serve demo" in err
 
 
 def test_an_error_of_the_package_ends_with_1_and_its_message(

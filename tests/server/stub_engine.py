@@ -114,7 +114,7 @@ class StubEngine:
         )
         return EngineStats(
             running=len(self.running), pool=pool, generation_tokens=self.tokens_made, steps=self.tokens_made,
-            boundary_moves={("reactive", "concurrency", "lend"): 3}, preemptions={"kv": 1}, experts_total=8,
+            boundary_moves={("reactive", "admission", "lend"): 3}, preemptions={"memory": 1}, experts_total=8,
         )  # fmt: skip
 
     async def reset_prefix_cache(self) -> bool:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+from pathlib import Path
+
 from prometheus_client.parser import text_string_to_metric_families
 
+import rimuru
 from rimuru.engine.stats import EngineStats, RequestSample
+from rimuru.server.metrics import MOVE_CAUSES, MOVE_DIRECTIONS, PREEMPTION_CAUSES
 from server.stub_engine import EOS, StubEngine
 
 HI = [{"role": "user", "content": "hi"}]
@@ -63,12 +69,54 @@ def test_pool_gauges_sum_to_the_pool(serve) -> None:
     live = serve()
     found = samples(live)
     assert sum(s.value for s in found["rimuru_pool_bytes"]) == found["rimuru_pool_size_bytes"][0].value
-    move = found["rimuru_boundary_moves_total"][0]
-    assert move.labels == {"policy": "reactive", "cause": "concurrency", "direction": "lend"}
-    assert found["rimuru_preemptions_total"][0].labels == {"cause": "kv"}
+    moves = {
+        (m.labels["policy"], m.labels["cause"], m.labels["direction"]): m.value
+        for m in found["rimuru_boundary_moves_total"]
+    }
+    assert moves["reactive", "admission", "lend"] == 3
+    assert sum(moves.values()) == 3
+    assert {p.labels["cause"]: p.value for p in found["rimuru_preemptions_total"]} == {"memory": 1}
     pool = live.get("/rimuru/pool").json()
     assert pool["kinds"]["expert"]["resident"] == {"bytes": 8192, "pages": 2}
     assert pool["boundary_moves"] == 3
+
+
+def test_every_move_and_preemption_has_its_series_before_the_first_one(serve, monkeypatch) -> None:
+    live = serve()
+
+    async def fresh() -> EngineStats:
+        return EngineStats()
+
+    monkeypatch.setattr(live.engine, "stats", fresh)
+    found = samples(live)
+    moves = found["rimuru_boundary_moves_total"]
+    wanted = set(itertools.product(["reactive"], MOVE_CAUSES, MOVE_DIRECTIONS))
+    assert {tuple(m.labels[k] for k in ("policy", "cause", "direction")) for m in moves} == wanted
+    preemptions = found["rimuru_preemptions_total"]
+    assert {p.labels["cause"] for p in preemptions} == set(PREEMPTION_CAUSES)
+    assert {s.value for s in [*moves, *preemptions]} == {0}
+
+
+def test_the_causes_with_series_are_those_that_policies_and_the_scheduler_give() -> None:
+    source = Path(rimuru.__file__).parent
+    policies = "".join(path.read_text() for path in (source / "policy").glob("*.py"))
+    given = set(re.findall(r'cause="(\w+)"', policies)) | set(re.findall(r'cause = "(\w+)"', policies))
+    given |= set(re.findall(r'else "(\w+)"', "".join(re.findall(r"cause=.*|cause = .*", policies))))
+    assert given - {"hold", "swing"} == set(MOVE_CAUSES)  # no move; and the policy for tests
+    scheduler = (source / "engine" / "scheduler.py").read_text()
+    assert set(re.findall(r'preempt\(\w+, "(\w+)"\)', scheduler)) == set(PREEMPTION_CAUSES)
+
+
+def test_sglang_s_names_show_the_same_values(serve) -> None:
+    live = serve(StubEngine(answer=lambda prompt, params: [70, 71, EOS]))
+    live.openai().chat.completions.create(model="stub", messages=HI)
+    live.wait_until(lambda: not live.frontend.active)
+    found = samples(live)
+    for name in ("num_running_reqs", "num_queue_reqs", "token_usage", "cache_hit_rate"):
+        assert found[f"sglang:{name}"][0].labels == {"model_name": "stub"}
+    for name in ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"):
+        count = found[f"sglang:{name}_count"][0].value
+        assert count == found[f"vllm:{name}_count"][0].value > 0
 
 
 def test_samples_of_the_engine_are_counted_once(serve, monkeypatch) -> None:

@@ -101,7 +101,7 @@ class Grammars:
         assert grammar is not None
         if importlib.util.find_spec("xgrammar") is None:
             raise RequestError(
-                "constrained output needs xgrammar, which is not installed here: "
+                "constrained output needs xgrammar, which is missing here: "
                 "pip install '.[server]' in the checkout",
                 grammar.param,
             )

@@ -20,7 +20,8 @@ HELP = "/new starts over, /undo takes back the last turn, /quit ends"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default="http://localhost:8000", help="the server, with or without /v1")
+    parser.add_argument("--url", default="http://localhost:8000",
+                        help="the server, with or without http:// and /v1")  # fmt: skip
     parser.add_argument("--model", help="name at the server; its first model otherwise")
     parser.add_argument("--api-key", default=os.environ.get("RIMURU_API_KEY"), help="or RIMURU_API_KEY")
     parser.add_argument("-m", "--message", help="say this, print the answer, end")
@@ -34,12 +35,13 @@ def run(args: argparse.Namespace) -> int:
         import httpx
     except ModuleNotFoundError:
         raise RimuruError(
-            "rimuru chat needs httpx, which is not installed: pip install '.[server]' in the checkout"
+            "rimuru chat needs httpx, which is missing: pip install '.[server]' in the checkout"
         ) from None
     headers = {"authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     timeout = httpx.Timeout(10.0, read=None)
     try:
-        base = args.url.rstrip("/").removesuffix("/v1")
+        url = args.url if "://" in args.url else f"http://{args.url}"
+        base = url.rstrip("/").removesuffix("/v1")
         with httpx.Client(base_url=base, headers=headers, timeout=timeout) as http:
             chat = Chat(http, args)
             return chat.once(args.message) if args.message is not None else chat.loop()

@@ -1,7 +1,7 @@
-"""Prometheus metrics: rimuru's own names, and the `vllm:*` names that boards and routers query.
+"""Prometheus metrics: rimuru's own names, and the `vllm:*` and `sglang:*` names that boards and routers query.
 
 Room: the server's view of `EngineStats`. Rule: a token costs one bisection; everything else is done
-when somebody asks. Only this module calls `EngineClient.stats`, because a snapshot empties the
+when somebody asks; a series is there, at 0, before its first event. Only this module calls `EngineClient.stats`, because a snapshot empties the
 engine's sample lists.
 """
 
@@ -34,6 +34,10 @@ _LONG = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 5
          480.0, 960.0, 1920.0, 7680.0)  # fmt: skip
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000)
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1_024, 2_048, 4_096, 8_192, 16_384)
+# What the policies give as causes; boards need the series before the first move.
+MOVE_CAUSES = ("growth", "admission", "surplus", "loss", "wait")
+MOVE_DIRECTIONS = ("lend", "reclaim", "evict")
+PREEMPTION_CAUSES = ("memory",)
 STATS_SECONDS = 3.0
 _LABELS = ("model_name", "engine")
 
@@ -133,6 +137,7 @@ class Metrics(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily]:
         yield from self._own()
         yield from self._vllm()
+        yield from self._sglang()
 
     def _own(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         s = self.stats
@@ -147,11 +152,13 @@ class Metrics(Collector):
         moves = CounterMetricFamily(
             "rimuru_boundary_moves", "Moves of the boundary", labels=["policy", "cause", "direction"]
         )
-        for move, value in s.boundary_moves.items():
+        policy = self.client.info.memory_policy
+        none = {(policy, cause, way): 0 for cause in MOVE_CAUSES for way in MOVE_DIRECTIONS}
+        for move, value in {**none, **s.boundary_moves}.items():
             moves.add_metric(move, value)
         yield moves
         preemptions = CounterMetricFamily("rimuru_preemptions", "Preempted requests", labels=["cause"])
-        for cause, value in s.preemptions.items():
+        for cause, value in {**dict.fromkeys(PREEMPTION_CAUSES, 0), **s.preemptions}.items():
             preemptions.add_metric([cause], value)
         yield preemptions
         for name, help_, value in (
@@ -228,6 +235,28 @@ class Metrics(Collector):
         details = map(str, info.details.values())
         config.add_metric(["0", info.memory_policy, str(info.max_request_tokens), *details], 1)
         yield config
+
+    def _sglang(self) -> Iterator[GaugeMetricFamily | HistogramMetricFamily]:
+        s, label = self.stats, self.labels[:1]
+        for name, help_, value in (
+            ("num_running_reqs", "Requests in the running batch", s.running),
+            ("num_queue_reqs", "Requests waiting", s.waiting),
+            ("token_usage", "Share of the reachable KV cache in use, 0 to 1", s.kv_usage),
+            ("cache_hit_rate", "Share of prompt tokens found in the prefix cache, since the start",
+             s.prefix_hits / max(1, s.prefix_queries)),
+        ):  # fmt: skip
+            gauge = GaugeMetricFamily(f"sglang:{name}", help_, labels=["model_name"])
+            gauge.add_metric(label, value)
+            yield gauge
+        for name, help_, histogram in (
+            ("time_to_first_token_seconds", "Arrival to first token", self.ttft),
+            ("inter_token_latency_seconds", "Time between tokens", self.inter_token),
+            ("e2e_request_latency_seconds", "Arrival to last token", self.e2e),
+            ("queue_time_seconds", "Time waiting", self.queue_time),
+        ):
+            family = HistogramMetricFamily(f"sglang:{name}", help_, labels=["model_name"])
+            family.add_metric(label, histogram.buckets(), histogram.sum)
+            yield family
 
 
 def summary(before: EngineStats, now: EngineStats, seconds: float) -> str:

@@ -10,7 +10,7 @@ token must not pass through a model class.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -21,6 +21,9 @@ from .errors import ApiError
 from .structured import grammar_of
 
 log = logging.getLogger("rimuru.server")
+
+# What crosses to the engine as a 64-bit number; narrower limits are the engine's to name.
+Whole = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # a model may suggest these
 
@@ -61,21 +64,21 @@ class GenerationBody(Body):
     presence_penalty: float | None = 0.0
     frequency_penalty: float | None = 0.0
     logit_bias: dict[str, float] | None = None
-    max_tokens: int | None = None
+    max_tokens: Whole | None = None
     user: str | None = None  # a label of the client's; nothing here depends on it
 
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     ignore_eos: bool = False
-    min_tokens: int = 0
+    min_tokens: Whole = 0
     stop_token_ids: list[int] | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: Whole | None = None
     prompt_logprobs: int | None = None
     allowed_token_ids: list[int] | None = None
-    priority: int = 0
+    priority: Whole = 0
     cache_salt: str | None = None
     request_id: str | None = Field(default=None, min_length=1, max_length=128)
     return_token_ids: bool | None = False
@@ -152,7 +155,7 @@ class GenerationBody(Body):
 
 class ChatBody(GenerationBody):
     messages: list[dict[str, Any]] = Field(min_length=1)
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Whole | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
@@ -199,7 +202,7 @@ class ChatBody(GenerationBody):
 
 class CompletionBody(GenerationBody):
     prompt: str | list[str] | list[int] | list[list[int]]
-    max_tokens: int | None = 16
+    max_tokens: Whole | None = 16
     logprobs: int | None = None
     echo: bool | None = False
     suffix: str | None = None

@@ -14,6 +14,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rimuru.server")
 
+_COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
 _GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -103,8 +105,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine")
     engine.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     engine.add_argument(
-        "--max-model-len", type=_count, metavar="N", help="prompt and output together; 32k works too"
-    )
+        "--max-model-len", type=_count, metavar="N",
+        help="tokens of prompt and output together: 32768, 32k (32000), 32K (32768), 1.5m or 1M",
+    )  # fmt: skip
     engine.add_argument("--max-num-seqs", type=int, default=default.max_num_seqs, metavar="N")
     engine.add_argument("--max-num-batched-tokens", type=_count, default=default.max_num_batched_tokens,
                         metavar="N")  # fmt: skip
@@ -124,6 +127,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     memory.add_argument("--resident-experts", type=int, metavar="N", help="for --memory-policy static")
     memory.add_argument("--max-boundary-wait", type=float, default=default.max_boundary_wait,
                         metavar="SECONDS")  # fmt: skip
+    memory.add_argument("--ttft-slo", type=float, metavar="MS",
+                        help="objective of --memory-policy economic: milliseconds to the first token")  # fmt: skip
+    memory.add_argument("--itl-slo", type=float, metavar="MS",
+                        help="objective of --memory-policy economic: milliseconds between tokens")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -255,6 +262,7 @@ async def _serve(
     from .prompts import Prompts, read_template
 
     template = read_template(args.chat_template)
+    config.tokenizer = tokenizer_folder(config.tokenizer)
     client = await start_engine(config, args.engine_process)
     try:
         info = client.info
@@ -271,6 +279,16 @@ async def _serve(
         return await listen(frontend, args, listener)
     finally:
         await client.close()
+
+
+def tokenizer_folder(name: str | None) -> str | None:
+    """`--tokenizer` with names of ours, such as `demo`, turned into their folders."""
+    if name is None:
+        return None
+    from rimuru.engine.core import local_models  # brings torch, which a server without this flag never needs
+
+    ours = local_models().get(name)
+    return name if ours is None else str(ours())
 
 
 async def start_engine(config: EngineConfig, own_process: bool) -> EngineClient:
@@ -373,7 +391,10 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _count(text: str) -> int:
-    """A count such as 4096, 32k (1000s) or 32K (1024s), as vLLM reads it."""
-    factor = {"k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}.get(text[-1:], 1)
-    digits = text[:-1] if factor > 1 else text
-    return int(float(digits) * factor)
+    """A count such as 4096, 1.5k (1000s) or 32K (1024s, whole ones only), as vLLM reads it."""
+    match = re.fullmatch(r"(\d+)([kKmM]?)|(\d*\.\d+)([km])", text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"cannot read {text!r} as a count; write 32768, 32k or 32K")
+    if match[1]:
+        return int(match[1]) * _COUNT_UNITS[match[2]]
+    return round(float(match[3]) * _COUNT_UNITS[match[4]])
