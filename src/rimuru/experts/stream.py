@@ -175,10 +175,9 @@ class ExpertStream:
         with stream.step(tokens) as layers:
             every MoE layer once, in order: moe(..., layers[l], ...)
 
-    `source(layer, expert)` gives the bytes of a host copy, `table` is the EXPERT table. `reserve` pages are
-    held for life, all others are taken from what is free when a step begins and given back when it has
-    been launched: whoever takes them next on the compute stream is ordered behind the step. Raises
-    `MemoryError` where the pool has not that many pages to reserve.
+    `source(layer, expert)` gives the bytes of a host copy, `table` is the EXPERT table. The ring is `reserve`
+    pages of its own, beside the pool, and what the pool has free when a step begins, given back when it has
+    been launched: whoever takes those next on the compute stream is ordered behind the step.
     """
 
     def __init__(
@@ -202,12 +201,9 @@ class ExpertStream:
         self._share = top_k / experts
         gpu = arena.device.type == "cuda"
         self._copies: CopyStream = copies or (CopyEngine(arena.device) if gpu else CopyNow())
-        taken = allocator.take(page_class, reserve, OWNER)
-        if isinstance(taken, Shortage):
-            raise MemoryError(
-                f"{reserve} pages to reserve for prefill streaming, and the pool has {taken.obtainable}"
-            )
-        self._reserved = taken
+        size = layout.page_bytes
+        own = Arena(reserve * size, arena.device) if reserve else None
+        self._own = [own.page(i, size, size) for i in range(reserve)] if own else []
         self._layers = [LayerPasses(self, layer) for layer in range(layers)]
         self._room = torch.zeros(layers * PASSES * experts, dtype=torch.int64, device=arena.device)
         self._staging = [torch.zeros(len(self._room), dtype=torch.int64, pin_memory=gpu) for _ in range(2)]
@@ -215,19 +211,15 @@ class ExpertStream:
         self.streamed_experts = 0  # copied since the start
         self._ring: Ring | None = None
         self._rows = self._room  # int64 [layers, passes, experts] of the step
-        self._pages: list[int] = []  # by slot
+        self._pages: list[int] = []  # of the pool, while a step is on
+        self._slots: list[torch.Tensor] = []  # the ring: its own pages, then the pool's
         self._ready: dict[int, Any] = {}  # pass -> mark behind its copies
         self._next = 0  # the first copy that has not been asked for
 
     @property
-    def reserved_pages(self) -> int:
-        """Expert pages of the pool that are held for life."""
-        return len(self._reserved)
-
-    @property
     def nbytes(self) -> int:
         """Device bytes beside the pool."""
-        return self._room.nbytes
+        return self._room.nbytes + len(self._own) * self.layout.page_bytes
 
     @contextmanager
     def step(self, tokens: int, share: np.ndarray | None = None) -> Iterator[Sequence[LayerPasses] | None]:
@@ -253,10 +245,10 @@ class ExpertStream:
         wanted = np.count_nonzero(gain > 0, axis=1)
         if not wanted.any():
             return None
-        pages = self._take(min(2 * int(wanted.max()), int(wanted.sum())))
-        if not pages:
+        self._take(min(2 * int(wanted.max()), int(wanted.sum())) - len(self._own))
+        if not self._slots:
             return None
-        self._pages, ring = pages, plan_ring(gain, len(pages))
+        ring = plan_ring(gain, len(self._slots))
         self._upload(ring)
         self.streamed_experts += len(ring.layer)
         self._ring, self._next = ring, 0
@@ -269,25 +261,27 @@ class ExpertStream:
             return
         self._copies.wait(self._copies.mark())
         if self._poison:
-            self._arena.poison(self._pages, self._grain, self.layout.page_bytes)
-        self._allocator.give(self._class, self._pages[len(self._reserved) :], OWNER)
-        self._ring, self._pages = None, []
+            for page in self._slots:
+                page.fill_(0xFF)
+        self._allocator.give(self._class, self._pages, OWNER)
+        self._ring, self._pages, self._slots = None, [], []
         self._ready.clear()
 
     def check(self) -> None:
-        """Assert that between steps only the reserved pages are held."""
+        """Assert that between steps no page of the pool is held."""
         held = self._allocator.held_by(self._class, OWNER)
-        assert held == len(self._reserved if self._ring is None else self._pages), "staging pages leaked"
+        assert held == (0 if self._ring is None else len(self._pages)), "staging pages leaked"
         assert self._ring is not None or not self._ready, "copies that nobody waits for"
 
     # -- how it is done ----------------------------------------------------------------------------
 
-    def _take(self, wanted: int) -> list[int]:
-        """Up to `wanted` pages, the reserved ones first."""
-        more = min(wanted - len(self._reserved), self._allocator.obtainable(self._class))
-        taken = self._allocator.take(self._class, max(0, more), OWNER, sparing=True)
-        assert not isinstance(taken, Shortage), "the allocator refused what it had offered"
-        return self._reserved + taken
+    def _take(self, wanted: int) -> None:
+        """Make the ring, with up to `wanted` pages of the pool."""
+        free = self._allocator.obtainable(self._class)
+        pages = self._allocator.take(self._class, max(0, min(wanted, free)), OWNER, sparing=True)
+        assert not isinstance(pages, Shortage), "the allocator refused what it had offered"
+        self._pages, size = pages, self.layout.page_bytes
+        self._slots = self._own + [self._arena.page(page, self._grain, size) for page in pages]
 
     def _upload(self, ring: Ring) -> None:
         """Each pass's row to the device: what is not streamed is read in the first pass, where it lies."""
@@ -302,8 +296,8 @@ class ExpertStream:
         rows[:] = 0
         rows[:, 0] = self._experts.mirror
         rows[ring.layer, 0, ring.expert] = 0
-        pages = np.asarray(self._pages)[ring.slot]
-        rows[ring.layer, ring.turn % PASSES, ring.expert] = self._arena.address + pages * self._grain
+        addresses = np.array([page.data_ptr() for page in self._slots])
+        rows[ring.layer, ring.turn % PASSES, ring.expert] = addresses[ring.slot]
         self._rows = self._room[:n].view(shape)
         self._rows.view(-1).copy_(self._staging[0][:n], non_blocking=True)
         if self._sent:
@@ -329,12 +323,13 @@ class ExpertStream:
         while start < stop:
             turn = int(ring.turn[start])
             end = min(stop, int(ring.ends[turn]))
-            self._copies.copy([self._pair(ring, at) for at in range(start, end)])
+            self._copies.copy(
+                [
+                    (self._slots[ring.slot[at]], self._source(int(ring.layer[at]), int(ring.expert[at])))
+                    for at in range(start, end)
+                ]
+            )
             if end == ring.ends[turn]:
                 self._ready[turn] = self._copies.mark()
             start = end
         self._next = stop
-
-    def _pair(self, ring: Ring, at: int) -> tuple[torch.Tensor, torch.Tensor]:
-        page = self._arena.page(self._pages[ring.slot[at]], self._grain, self.layout.page_bytes)
-        return page, self._source(int(ring.layer[at]), int(ring.expert[at]))
