@@ -15,7 +15,7 @@ import torch
 from harness import Report
 from shapes import folder
 
-from checks.engine import compiles
+from checks.engine import compiles, last_compiled
 from rimuru.engine.config import EngineConfig
 from rimuru.engine.core import EngineCore
 from rimuru.engine.request import SamplingParams
@@ -39,12 +39,13 @@ def run(report: Report) -> None:
         core = EngineCore(
             EngineConfig(
                 model=folder(model), load_format="dummy", device="cuda", max_model_len=4096,
-                max_num_batched_tokens=8192, memory_policy="fixed",
+                max_num_batched_tokens=8192, memory_policy="fixed", dummy_routing="uniform",
             )
         )  # fmt: skip
         report.bar(f"{model}: start with random weights", time.monotonic() - began, "s")
         report.bar(f"{model}: compiling and capturing", core.runner.prepare_seconds, "s")
         report.bar(f"{model}: capturing alone", core.runner.capture_seconds, "s", 20.0)
+        report.say(f"{model}: {core.model.routing.describe(tuple(bars))}")
         compiled = compiles()
         for batch, bar in bars.items():
             wall, graph = decode(core, batch)
@@ -52,6 +53,8 @@ def run(report: Report) -> None:
             report.bar(f"{model}: its graph alone", graph, "ms")
         mixed(core, report, model)
         report.check(f"{model}: kernels compiled while serving", compiles() - compiled, 0)
+        if compiles() > compiled:
+            report.say(f"the last of them: {', '.join(last_compiled)}")
         memory(core, report, model)
         del core
         gc.collect()

@@ -7,6 +7,7 @@ graphs and without. Poison on freed pages, `check()` after every step. Nothing c
 from __future__ import annotations
 
 import sys
+from collections import deque
 from pathlib import Path
 
 import triton
@@ -38,10 +39,12 @@ def compiles() -> int:
 
 
 _compiled = [0]
+last_compiled: deque[str] = deque(maxlen=4)
 
 
-def _count(**_: object) -> None:
+def _count(**kernel: object) -> None:
     _compiled[0] += 1
+    last_compiled.append(str(kernel.get("repr"))[:200])
 
 
 triton.knobs.runtime.jit_post_compile_hook = _count
@@ -54,9 +57,9 @@ def run(report: Report) -> None:
         tokens, logits = oracle(Path(folder), prompts, TOKENS)
         paths = {
             "resident": {},
-            "swing": {"device_memory": cap_for(family, 0.5, 512, model=folder)},
+            "swing": {"device_memory": cap_for(family, 0.5, 512, model=folder, device="cuda")},
             "host": {
-                "device_memory": cap_for(family, 0.2, 2048, model=folder),
+                "device_memory": cap_for(family, 0.2, 2048, model=folder, device="cuda"),
                 "memory_policy": "static", "resident_experts": 0,
             },
         }  # fmt: skip

@@ -118,10 +118,9 @@ def cap_for(family: str, expert_share: float, kv_tokens: int, **options) -> int:
     On a hybrid model beside the recurrent states of `max_num_seqs` requests too.
     """
     config = EngineConfig(
-        dtype="float32", device="cpu",
         **{
-            "model": str(tiny_checkpoint(family)), "max_num_seqs": 8, "max_num_batched_tokens": 64,
-            "max_model_len": 256, **options,
+            "model": str(tiny_checkpoint(family)), "dtype": "float32", "device": "cpu", "max_num_seqs": 8,
+            "max_num_batched_tokens": 64, "max_model_len": 256, **options,
         },
     )  # fmt: skip
     plan = plan_for(config)
@@ -131,4 +130,5 @@ def cap_for(family: str, expert_share: float, kv_tokens: int, **options) -> int:
     pool = expert_share * plan.experts_total * expert + kv_tokens / plan.block_tokens * block
     pool += state_pages(geometry, plan.units, plan.max_num_seqs) * expert
     huge = -(-int(pool) // geometry.huge_bytes)
-    return plan.weights_bytes + plan.workspace_bytes + plan.tables_bytes + huge * geometry.huge_bytes
+    fixed = plan.weights_bytes + plan.workspace_bytes + plan.tables_bytes + plan.driver_bytes
+    return fixed + huge * geometry.huge_bytes

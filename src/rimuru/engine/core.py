@@ -459,13 +459,14 @@ class EngineCore:
 
     @property
     def device_peak_bytes(self) -> int:
-        """The most bytes taken on the device so far: the allocator's word on a GPU, a count on a CPU.
+        """The most bytes taken on the device so far: on a GPU the allocator's word and the driver's share, a
+        count on a CPU.
 
         The count is what lies in the arena, the weights and the tables, plus the plan's bound for
         the activations of a step, which a CPU does not account for.
         """
         if self.device.type == "cuda":
-            return torch.cuda.max_memory_reserved(self.device)
+            return torch.cuda.max_memory_reserved(self.device) + self.plan.driver_bytes
         tables = (
             self._tables.device_table.nbytes
             + self._expert_table.device_table.nbytes

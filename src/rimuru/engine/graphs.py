@@ -26,6 +26,7 @@ from rimuru.kernels.sampling import SampleOutput, SamplingBatch, choose, edit_lo
 from rimuru.kernels.types import KVView, RecurrentView
 
 from .batch import BatchBuilder, StepArrays
+from .plan import GRAPH_TOKENS
 from .request import Request
 from .runner import (
     ExpertRows,
@@ -44,8 +45,10 @@ from .step_io import StepInputs, StepIO, StepOutputs, StepShape
 logger = logging.getLogger("rimuru.engine")
 
 DECODE_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-MIXED_SIZES = (32, 64, 128, 192, 256, 320, 384, 448, 512)
-LENGTHS = (8192, 32768)  # bounds at which attention splits sequences differently
+MIXED_SIZES = (32, 64, 128, 192, 256, 320, 384, 448, GRAPH_TOKENS)
+# Attention splits sequences by a bound on their lengths: the closer the bound, the better it does.
+LENGTHS = (2048, 4096, 8192, 16384, 32768)
+MIXED_LENGTHS = (8192,)  # prompts' tokens take most of a mixed step
 
 
 @dataclass(slots=True)
@@ -94,6 +97,7 @@ class GraphRunner(Runner):
         self.stream, self.overlaps = stream, overlaps
         self.io, self.max_tokens, self.max_seqs = io, max_tokens, max_seqs
         self._lengths = [n for n in LENGTHS if n < max_model_len] + [max_model_len]
+        self._mixed_lengths = [n for n in MIXED_LENGTHS if n < max_model_len] + [max_model_len]
         self._decode = [n for n in DECODE_SIZES if n < max_seqs] + [max_seqs]
         self._mixed = [n for n in MIXED_SIZES if n <= max_tokens]
         self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
@@ -101,18 +105,16 @@ class GraphRunner(Runner):
 
     # -- shapes ------------------------------------------------------------------------------------
 
-    def _bound(self, length: int) -> int:
-        return self._lengths[bisect_left(self._lengths, length)]
+    def _bound(self, length: int, mixed: bool) -> int:
+        bounds = self._mixed_lengths if mixed else self._lengths
+        return bounds[bisect_left(bounds, length)]
 
     def _exact(self, arrays: StepArrays) -> StepShape:
-        longest = 1 if arrays.max_query_len == 1 else len(arrays.tokens)
+        tokens, mixed = len(arrays.tokens), arrays.max_query_len > 1
+        length = self._bound(arrays.max_seq_len, mixed)
         return StepShape(
-            len(arrays.tokens),
-            len(arrays.slots),
-            len(arrays.sampled),
-            longest,
-            self._bound(arrays.max_seq_len),
-        )
+            tokens, len(arrays.slots), len(arrays.sampled), tokens if mixed else 1, length
+        )  # fmt: skip
 
     def _padded(self, exact: StepShape) -> StepShape | None:
         """The shape of the graph that holds a step; None where there is none."""
@@ -132,7 +134,7 @@ class GraphRunner(Runner):
     def small_shapes(self) -> list[StepShape]:
         """The shapes that have graphs."""
         decode = [self._decode_shape(n, length) for n in self._decode for length in self._lengths]
-        return decode + [self._mixed_shape(n, length) for n in self._mixed for length in self._lengths]
+        return decode + [self._mixed_shape(n, length) for n in self._mixed for length in self._mixed_lengths]
 
     # -- before the first step ---------------------------------------------------------------------
 
@@ -170,17 +172,21 @@ class GraphRunner(Runner):
         logger.info("%d graphs captured in %.1f s", len(self._graphs), self.prepare_seconds)
 
     def _larger_steps(self) -> Iterator[tuple[int, int, int]]:
-        """(tokens, sequences, length bound) of steps above the graphs: one for each kernel they may take."""
-        sizes, size = {self.max_tokens}, 2 * MIXED_SIZES[-1]
+        """(tokens, sequences, length bound) of steps above the graphs: one for each kernel they may take.
+
+        Expert tiles follow from the tokens, attention's splits from the sequences and the bound.
+        """
+        least = MIXED_SIZES[-1] + 1
+        if self.max_tokens < least:
+            return
+        size = 2 * least
         while size < self.max_tokens:
-            sizes.add(size)
+            yield size, 1, self._mixed_lengths[0]
             size *= 2
-        seqs = {1, *(1 << i for i in range(self.max_seqs.bit_length())), self.max_seqs}
-        for tokens in sizes:
-            for n in seqs:
-                for length in self._lengths:
-                    if n <= min(tokens, self.max_seqs):
-                        yield tokens, n, length
+        yield self.max_tokens, self.max_seqs, self._mixed_lengths[-1]
+        for seqs in {1, *(1 << i for i in range(self.max_seqs.bit_length())), self.max_seqs}:
+            for length in self._mixed_lengths:
+                yield least, min(seqs, least), length
 
     @staticmethod
     def _large_shape(tokens: int, seqs: int, length: int) -> StepShape:

@@ -27,6 +27,11 @@ from rimuru.pool.geometry import (
 from .config import EngineConfig
 
 FIXED_KINDS = ("sliding", "window")  # attention whose KV does not grow with a request
+GRAPH_TOKENS = 512  # of the largest captured step
+# What a CUDA context, loaded kernels, cuBLAS and captured graphs take beside torch's allocations (0.87 GB on
+# an H200), and what torch's allocator loses between blocks.
+GPU_DRIVER = 960 << 20
+GPU_SLACK = 1.05
 GRANT = 256  # alignment of single allocations and of the parts of an expert page, bytes
 
 
@@ -80,6 +85,7 @@ class MemoryPlan:
     weights_bytes: int  # everything that is not an expert: always on the device
     workspace_bytes: int  # an upper bound of one step's activations and logits
     tables_bytes: int
+    driver_bytes: int  # of a GPU's driver, kernels and graphs; 0 on a CPU
     pool_bytes: int
     geometry: Geometry
     expert_class: int  # index of the EXPERT page class
@@ -135,6 +141,7 @@ class MemoryPlan:
             "weights_bytes": self.weights_bytes,
             "workspace_bytes": self.workspace_bytes,
             "tables_bytes": self.tables_bytes,
+            "driver_bytes": self.driver_bytes,
             "pool_bytes": self.pool_bytes,
             "host_bytes": self.host_bytes,
             "huge_page_bytes": geometry.huge_bytes,
@@ -165,6 +172,7 @@ class MemoryPlan:
             ("  weights outside the pool", show(self.weights_bytes)),
             ("  workspace of a step", show(self.workspace_bytes)),
             ("  page tables", show(self.tables_bytes)),
+            *([("  driver, kernels, graphs", show(self.driver_bytes))] if self.driver_bytes else []),
             ("  page pool", show(self.pool_bytes)),
             ("experts resident / all", f"{self.experts_resident:,} / {self.experts_total:,}"),
             ("experts lendable (host copies)", f"{self.experts_lendable:,} ({show(self.host_bytes)})"),
@@ -217,6 +225,7 @@ class Sizes:
     weights: int  # everything outside the routed experts
     rope_row: int  # of the rotary table, a position
     workspace: int
+    graphs: int  # workspace of captured steps
     spec: PoolSpec
     notes: tuple[str, ...] = ()
 
@@ -227,6 +236,7 @@ def sizes_of(model: ModelConfig, config: EngineConfig, itemsize: int) -> Sizes:
         positions=model.max_position_embeddings, experts=model.routed_experts,
         weights=model.dense_parameters() * itemsize, rope_row=4 * model.rotary_dim,
         workspace=workspace_bytes(model, config, itemsize),
+        graphs=graph_bytes(model, config, itemsize),
         spec=pool_spec(model, config.block_size, itemsize),
     )  # fmt: skip
 
@@ -250,10 +260,22 @@ def _up(n: int) -> int:
 def workspace_bytes(model: ModelConfig, config: EngineConfig, itemsize: int) -> int:
     """An upper bound of what one step holds at once beside weights and pages.
 
-    Tokens x (residual, norm, qkv, attention out, the MoE's gathered rows, activations and float32
-    sum, router), and for each sampled row the logits with the sampler's copies (float32, at most six).
+    Its activations, and for each sampled row the logits with the sampler's copies (float32, at most six).
     """
     tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
+    rows = max(config.max_num_seqs, 128)
+    return tokens * activation_bytes(model, itemsize) + rows * model.vocab_size * 4 * 6
+
+
+def graph_bytes(model: ModelConfig, config: EngineConfig, itemsize: int) -> int:
+    """What the captured steps hold for themselves: they share the memory of the largest."""
+    tokens = max(min(config.max_num_batched_tokens, GRAPH_TOKENS), config.max_num_seqs)
+    return tokens * activation_bytes(model, itemsize) + config.max_num_seqs * model.vocab_size * itemsize
+
+
+def activation_bytes(model: ModelConfig, itemsize: int) -> int:
+    """Of a token: residual, norm, qkv, attention out, the MoE's gathered rows, activations and float32 sum,
+    router."""
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     inter = max(
         model.top_k * 3 * model.moe_intermediate,
@@ -263,8 +285,7 @@ def workspace_bytes(model: ModelConfig, config: EngineConfig, itemsize: int) -> 
     per_token += 4 * (2 * model.hidden_size + 4 * model.num_experts)
     if (r := model.recurrent) is not None:  # float32 copies of q, k, v, their heads repeated
         per_token += 4 * (4 * r.channels + 6 * r.value_heads * (r.key_dim + r.value_dim))
-    rows = max(config.max_num_seqs, 128)
-    return tokens * per_token + rows * model.vocab_size * 4 * 6
+    return per_token
 
 
 def make_boundary(config: EngineConfig) -> BoundaryPolicy:
@@ -302,12 +323,14 @@ def plan_memory(
     total = sizes.experts
     blocks = -(-max_len // config.block_size)
     weights = sizes.weights + max_len * sizes.rope_row
-    workspace = sizes.workspace
+    workspace, driver = sizes.workspace, 0
+    if not device_is_host:
+        workspace, driver = int(workspace * GPU_SLACK) + sizes.graphs, GPU_DRIVER
     columns = sum(blocks if g.kind == Kind.KV else 1 for g in geometry.groups)
     tables = columns * config.max_num_seqs * 4 + total * 12 + GRANT * 16
     if reserve is not None:
-        workspace, tables = reserve, 0
-    fixed = weights + workspace + tables
+        workspace, tables, driver = reserve, 0, 0
+    fixed = weights + workspace + tables + driver
     units = KVUnits.of(geometry, expert_class)
     if units.per_expert < 1:
         raise ConfigError(
@@ -360,6 +383,7 @@ def plan_memory(
             ("weights outside the pool", weights, ""),
             ("workspace of a step", workspace, "--max-num-batched-tokens, --max-num-seqs"),
             ("page tables", tables, "--max-num-seqs, --max-model-len"),
+            *([("driver, kernels, graphs", driver, "a CUDA context's own")] if driver else []),
             (
                 "experts that must stay", roots(floor, 0, 0) * geometry.huge_bytes,
                 f"{floor:,} of {total:,}: policy {config.memory_policy}, {lendable:,} have a host copy",
@@ -399,6 +423,7 @@ def plan_memory(
         )
     return MemoryPlan(
         device_bytes=cap, weights_bytes=weights, workspace_bytes=workspace, tables_bytes=tables,
+        driver_bytes=driver,
         pool_bytes=huge * geometry.huge_bytes, geometry=geometry, expert_class=expert_class, units=units,
         expert_pages=capacity.pool_pages, experts_total=total, experts_resident=resident,
         experts_floor=floor, experts_lendable=lendable, host_bytes=lendable * expert_bytes,
