@@ -5,7 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from rimuru.experts.store import ExpertStore, copy_now
+from rimuru.errors import MemoryPlanError
+from rimuru.experts.store import ExpertStore, copy_now, lendable_within
 from rimuru.kernels import reference
 from rimuru.kernels.types import EXPERT_ADDRESS, EXPERT_HOST, ExpertLayout
 from rimuru.pool.allocator import Allocator
@@ -33,7 +34,8 @@ class House:
         self.table = Table((LAYERS, EXPERTS), torch.int64)
         self.store = ExpertStore(
             LAYOUT, LAYERS, EXPERTS, allocator=self.allocator, page_class=self.expert_class,
-            arena=self.arena, table=self.table, lendable=lendable, resident=resident, poison=True, **options,
+            arena=self.arena, table=self.table, lendable=lendable, resident=resident,
+            **{"poison": True} | options,
         )  # fmt: skip
         generator = torch.Generator().manual_seed(0)
         self.weights = {
@@ -201,6 +203,27 @@ def test_a_pool_without_a_page_for_an_expert_that_must_stay_says_so():
         house.store.sink(*every[house.pages])
     with pytest.raises(ValueError, match="4 to 12 can"):
         House(12, 8, 3)
+
+
+def test_the_first_experts_are_resident_at_once_however_copies_are_made():
+    house = House(6, 12, 6, copy=Later())
+    assert house.store.fill_initial() == 6
+    assert house.store.resident.sum() == 6
+    assert house.store.arriving == 0
+    house.check()
+
+
+def test_what_the_machine_does_not_page_lock_stays_on_the_device_and_is_told(caplog):
+    size = 1000
+    assert lendable_within(10_000, size, lendable=10, total=12, resident=5) == 10
+    assert not caplog.records
+    assert lendable_within(8_500, size, lendable=10, total=12, resident=5) == 8
+    assert "page-locks 8,500 of 10,000 bytes of host memory for experts" in caplog.text
+    assert "so 4 of 12 experts must stay on the device" in caplog.text
+    with pytest.raises(MemoryPlanError, match=r"6 of 12 experts must .*, where 5 .* by 1,000 bytes"):
+        lendable_within(6_999, size, lendable=10, total=12, resident=5)
+    with pytest.raises(MemoryPlanError, match=r"12 of 12 experts must .*\(ulimit -l"):
+        lendable_within(0, size, lendable=10, total=12, resident=5)
 
 
 def test_moe_output_does_not_depend_on_where_experts_lie():

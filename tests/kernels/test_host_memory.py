@@ -1,5 +1,8 @@
 """Host memory: exact size, aligned, zeroed, and ordinary memory without a GPU."""
 
+import mmap
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -30,6 +33,37 @@ def test_a_view_outlives_the_close():
     memory.close()
     del memory
     assert (view == 9).all()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def test_what_the_driver_refuses_to_register_is_given_back(monkeypatch):
+    """The calls a driver gets, without one: it takes up to 43 of 64 MiB."""
+    asked = []
+
+    class Driver:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+            asked.append(size)
+            return int(size > 43 << 20)
+
+        def cudaHostUnregister(self, address: int) -> int:
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Driver())
+    monkeypatch.setattr("rimuru.kernels.host_memory._forget_error", lambda: None)
+    before = resident_bytes()
+    memory = HostMemory(64 << 20)
+    assert asked == [n << 20 for n in (64, 56, 48, 40)]
+    assert memory.pinned_bytes == 40 << 20
+    assert resident_bytes() - before < 46 << 20
+    assert not memory.tensor.any()
+    memory.check()
+    memory.close()
+    assert memory.pinned_bytes == 0
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ memory, so a demotion is one table edit and moves no bytes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
@@ -19,6 +20,8 @@ from rimuru.kernels.types import EXPERT_HOST, ExpertLayout
 from rimuru.pool.allocator import Allocator, Shortage
 from rimuru.pool.arena import Arena
 from rimuru.pool.tables import Table
+
+logger = logging.getLogger("rimuru.experts")
 
 OWNER = "experts"
 Expert = tuple[int, int]  # (MoE layer, expert)
@@ -38,6 +41,27 @@ def copy_now(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy on the calling thread (or the current stream), complete for whatever is ordered after it."""
     for to, source in pairs:
         to.copy_(source)
+
+
+def lendable_within(pinned: int, page_bytes: int, lendable: int, total: int, resident: int) -> int:
+    """How many experts can have a host copy where the machine page-locks `pinned` bytes for them.
+
+    Logs a warning where that is fewer than `lendable`: the others then stay in the pool for good. Raises
+    `MemoryPlanError` where more than `resident` of the `total` would have to.
+    """
+    if (possible := min(lendable, pinned // page_bytes)) == lendable:
+        return lendable
+    said = (
+        f"the machine page-locks {pinned:,} of {lendable * page_bytes:,} bytes of host memory for experts, "
+        f"so {total - possible:,} of {total:,} experts must stay on the device"
+    )
+    if total - possible > resident:
+        raise MemoryPlanError(
+            f"{said}, where {resident:,} have room; raise the limit (ulimit -l, or the container's), or "
+            f"--device-memory by {(total - possible - resident) * page_bytes:,} bytes"
+        )
+    logger.warning("%s; the boundary has less to move", said)
+    return possible
 
 
 class ExpertStore:
@@ -81,16 +105,10 @@ class ExpertStore:
         self._memory, self._host = None, None
         size = layout.page_bytes
         if lendable:
-            self._memory = HostMemory(lendable * size, pin=arena.device.type == "cuda")
-            if arena.device.type == "cuda" and self._memory.pinned_bytes < lendable * size:
-                lendable = self._memory.pinned_bytes // size
-                if total - lendable > resident:
-                    need = (total - resident) * size
-                    raise MemoryPlanError(
-                        f"the experts outside the pool need {need} bytes of page-locked host memory, and the "
-                        f"machine locks {self._memory.pinned_bytes}: raise its limit (ulimit -l) or "
-                        f"--device-memory"
-                    )
+            gpu = arena.device.type == "cuda"
+            self._memory = HostMemory(lendable * size, pin=gpu)
+            if gpu:
+                lendable = lendable_within(self._memory.pinned_bytes, size, lendable, total, resident)
             self._host = Arena(self._memory.nbytes, buffer=self._memory.tensor)
         # Rank of an expert in an order that walks the layers in turn.
         rank = np.arange(experts)[None, :] * layers + np.arange(layers)[:, None]
@@ -106,7 +124,7 @@ class ExpertStore:
     @property
     def host_bytes(self) -> int:
         """Bytes of all host copies."""
-        return self._memory.nbytes if self._memory else 0
+        return int(np.count_nonzero(self.lendable)) * self.layout.page_bytes
 
     @property
     def resident_bytes(self) -> int:
@@ -117,6 +135,11 @@ class ExpertStore:
     def in_flight(self) -> np.ndarray:
         """Bool `[layers, experts]`: holds a page, but its bytes are still on their way."""
         return (self._page >= 0) & ~self.resident
+
+    @property
+    def arriving(self) -> int:
+        """Experts whose bytes are on their way."""
+        return sum(len(experts) for _, experts in self._arriving)
 
     @property
     def leaving_pages(self) -> int:
@@ -154,14 +177,14 @@ class ExpertStore:
         """After loading: bring experts in, in `order`, until `pages` are resident or the pool is full.
 
         By default as many as were asked for at construction, evenly over the layers. Returns how many
-        are resident then.
+        are resident then: nothing runs yet, so the copies are waited for.
         """
         want = (self._start if pages is None else pages) - int(np.count_nonzero(self._page >= 0))
         if order is None:
             flat = np.argsort(self._host_slot, axis=None)
             order = zip(*(i.tolist() for i in np.divmod(flat, self.experts)), strict=True)
         absent = [x for x in order if self._page[x] < 0]
-        self.promote(absent[: max(0, want)])
+        self._bring(absent[: max(0, want)], copy_now)
         return int(np.count_nonzero(self._page >= 0))
 
     # -- moving ------------------------------------------------------------------------------------
@@ -172,18 +195,7 @@ class ExpertStore:
         Experts that hold a page already are left out. Where the copy takes its time, they become
         resident at the `poll` after its end.
         """
-        coming = [x for x in dict.fromkeys(experts) if self._page[x] < 0]
-        pages = self._take(len(coming))
-        coming = coming[: len(pages)]
-        for x, page in zip(coming, pages, strict=True):
-            self._page[x] = page
-        if coming:
-            done = self._copy([(self._pool_page(*x), self.host_page(*x)) for x in coming])
-            if done is None:
-                self._arrive(coming)
-            else:
-                self._arriving.append((done, coming))
-        return coming
+        return self._bring(experts, self._copy)
 
     def demote(self, experts: Sequence[Expert], until: Event | None = None) -> None:
         """Drop the pool copies of resident, lendable experts.
@@ -238,6 +250,20 @@ class ExpertStore:
         assert np.array_equal(np.sort(slots), np.arange(len(slots))), "host copies overlap"
 
     # -- how it is done ----------------------------------------------------------------------------
+
+    def _bring(self, experts: Sequence[Expert], copy: Copy) -> list[Expert]:
+        coming = [x for x in dict.fromkeys(experts) if self._page[x] < 0]
+        pages = self._take(len(coming))
+        coming = coming[: len(pages)]
+        for x, page in zip(coming, pages, strict=True):
+            self._page[x] = page
+        if coming:
+            done = copy([(self._pool_page(*x), self.host_page(*x)) for x in coming])
+            if done is None:
+                self._arrive(coming)
+            else:
+                self._arriving.append((done, coming))
+        return coming
 
     def _take(self, n: int) -> list[int]:
         """Up to `n` pages."""

@@ -48,7 +48,8 @@ class HostMemory:
             except OSError:
                 continue  # a kernel built without it: slower to touch, nothing else changes
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
-        start = -whole.data_ptr() % HUGE
+        self._base = whole.data_ptr()
+        start = -self._base % HUGE
         self.tensor = whole[start : start + nbytes]  # uint8 [nbytes]
         self.address = self.tensor.data_ptr()
         if pin and torch.cuda.is_available():
@@ -76,12 +77,19 @@ class HostMemory:
                 continue
             if int(driver.cudaHostRegister(self.address, size, _PORTABLE_MAPPED)) == 0:
                 self.pinned_bytes = size
+                self._release(size, want)
                 # A map that goes while still registered leaves its addresses taken: a later map there could
                 # not be registered. At exit the driver lets go by itself.
                 self._unpin = weakref.finalize(self, _unregister, self.address)
                 self._unpin.atexit = False
                 return
             _forget_error()
+
+    def _release(self, start: int, end: int) -> None:
+        """Give back the pages touched in vain: a caller may have no use for memory that is not pinned."""
+        start = self.address - self._base + -(-start // HUGE) * HUGE
+        if (end := self.address - self._base + end) > start:
+            self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
 
     def pinned(self, offset: int, nbytes: int) -> bool:
         """Whether a GPU may read `[offset, offset + nbytes)` in place."""

@@ -14,6 +14,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from rimuru.models.safetensors_file import DTYPES, StoredTensor, read_header
 from rimuru.models.transfer import Piece, transfer
 
 # (index of the MoE layer, expert) -> its gate_up [2 * intermediate, hidden] and down [hidden,
-# intermediate], to be written. Called once for every stored piece, so up to three times an expert, and on
+# intermediate], to be written. Called up to once for every stored piece, so three times an expert, and on
 # the thread that loads.
 ExpertSink = Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]
 Progress = Callable[[str, float], None]  # what is under way, the share of it done
@@ -196,9 +197,10 @@ def load_weights(
     stored = [tensor for file in weight_files(folder) for tensor in read_header(file)]
     plan = _Plan(model.config, model, stored)
     plan.check(folder)
+    sink = lru_cache(maxsize=1)(expert_sink)  # an expert's three tensors mostly follow each other
     tensors = [(t, iter([(0, target)])) for t, target in plan.dense]
     for tensor, layer, expert, part in plan.experts:
-        tensors.append((tensor, _expert_targets(layer, expert, part, model.config, expert_sink)))
+        tensors.append((tensor, _expert_targets(layer, expert, part, model.config, sink)))
     tensors.sort(key=lambda job: (job[0].file, job[0].start))
     done, total = 0, sum(tensor.nbytes for tensor, _ in tensors)
 
