@@ -1,7 +1,8 @@
 """Memory policies against the best static split in hindsight, on the simulator.
 
 `python benchmarks/policies.py --shared DIR --out FILE.jsonl` runs the cases that FILE lacks, one at a time;
-with `--table` it prints what FILE holds as Markdown (`docs/benchmarks/policies.md`).
+with `--again economic` it runs that policy again for those that FILE holds, and with `--table` it prints
+what FILE holds as Markdown (`docs/benchmarks/policies.md`).
 
 A case is a model under a cap, a card, a routing, a rate and an overlap. Static splits are searched over the
 number of experts lent: a grid, then the two neighbours' middles around the best, twice. Hindsight
@@ -22,9 +23,8 @@ from typing import Any
 from rimuru.engine.config import EngineConfig
 from rimuru.errors import MemoryPlanError
 from rimuru.models.config import load_model_config
-from rimuru.policy.cost import gpu
+from rimuru.policy.cost import ZERO_COPY, gpu
 from rimuru.sim.engine import Hardware, Simulation
-from rimuru.sim.options import ZERO_COPY
 from rimuru.sim.report import summary
 from rimuru.sim.routing import load_routing
 from rimuru.sim.trace import read_trace, shape
@@ -180,13 +180,23 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=150)
     parser.add_argument("--overlap", choices=("layer", "step"), default="layer")
     parser.add_argument("--only", default="", help="cases whose text holds this")
+    parser.add_argument("--again", metavar="POLICY", help="run this policy again for the cases in FILE")
     parser.add_argument("--table", action="store_true")
     args = parser.parse_args()
     rows = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
     if args.table:
         print(markdown([r for r in rows if r["overlap"] == args.overlap]))
         return
-    done = [{k: r[k] for k in asdict(Case("", "", "", 0))} for r in rows]
+    names = list(asdict(Case("", "", "", 0)))
+    if args.again:
+        for row in rows:
+            case = Case(**{k: row[k] for k in names})
+            if args.only in str(case):
+                row[args.again] = Bench(case, args.shared).run(args.again)
+                print(markdown([row]).splitlines()[-1], file=sys.stderr, flush=True)
+        args.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return
+    done = [{k: r[k] for k in names} for r in rows]
     for case in cases(args.requests, args.overlap):
         if asdict(case) in done or args.only not in str(case):
             continue

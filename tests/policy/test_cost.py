@@ -6,7 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rimuru.errors import ConfigError
-from rimuru.policy.cost import CostModel, Factors, ModelCost, OnlineFit, Step, expected_touched, gpu
+from rimuru.policy.cost import (
+    CostModel,
+    Factors,
+    ModelCost,
+    OnlineFit,
+    Step,
+    expected_touched,
+    gpu,
+    known_gpu,
+)
 
 # Qwen1.5-MoE-A2.7B in bf16
 QWEN = ModelCost(
@@ -104,6 +113,29 @@ def test_fit_follows_a_change_and_reports_its_error_meanwhile():
             worst = max(worst, fit.relative_error)
         assert fit.relative_error < 0.01
     assert worst > 0.02
+
+
+def test_a_stalled_step_moves_no_factor_and_a_slower_machine_is_learnt():
+    fit = OnlineFit(CostModel(QWEN, gpu("h200")))
+    for n in range(200):
+        fit.observe(decode(8 + n % 64), fit.model.seconds(decode(8 + n % 64)))
+    before, error = fit.model.factors, fit.relative_error
+    fit.observe(decode(32), 2.0)
+    assert (fit.model.factors, fit.relative_error) == (before, error)
+    truth = CostModel(QWEN, gpu("h200"), Factors(host=8e-3, hbm=5.0))
+    for n in range(400):
+        fit.observe(decode(8 + n % 64), truth.seconds(decode(8 + n % 64)))
+    assert fit.model.seconds(decode(40)) == pytest.approx(truth.seconds(decode(40)), rel=0.05)
+
+
+def test_a_driver_s_name_finds_its_card():
+    names = {
+        "NVIDIA H200": "h200", "NVIDIA H100 80GB HBM3": "h100", "NVIDIA A100-SXM4-80GB": "a100",
+        "NVIDIA GeForce RTX 5090": "rtx-5090",
+    }  # fmt: skip
+    assert {name: known.name for name in names if (known := known_gpu(name))} == names
+    assert known_gpu("NVIDIA GeForce RTX 4090 Laptop GPU") is None
+    assert known_gpu("NVIDIA L40S") is None
 
 
 def test_gpu_names_are_forgiving_and_unknown_ones_named():

@@ -7,9 +7,10 @@ import pytest
 from sim.conftest import MODEL, SKEWED, load
 
 from rimuru.engine.config import EngineConfig
+from rimuru.engine.rates import model_cost
 from rimuru.models.config import load_model_config
 from rimuru.policy.cost import Step, expected_touched, gpu
-from rimuru.sim.engine import Hardware, Simulation, model_cost
+from rimuru.sim.engine import Hardware, Simulation
 from rimuru.sim.report import summary
 from rimuru.sim.routing import load_routing
 from rimuru.sim.trace import Arrival, read_trace, shape

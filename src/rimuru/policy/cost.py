@@ -48,6 +48,18 @@ GPUS = {
 }
 
 
+# A kernel's reads of pinned host memory against the copy engine's rate, GB/s measured.
+ZERO_COPY = 49.6 / 54.5
+
+
+def known_gpu(device: str) -> GPU | None:
+    """The card behind a driver's name for it, as `NVIDIA H100 80GB HBM3`; None for others and laptops."""
+    words = device.lower().replace("-", " ").split()
+    if "laptop" in words:
+        return None
+    return next((card for card in GPUS.values() if set(card.name.split("-")) <= set(words)), None)
+
+
 def gpu(name: str) -> GPU:
     """The card called `name` (case, blanks and a leading `nvidia` aside). Raises `ConfigError`."""
     key = name.lower().replace(" ", "-").replace("_", "-").removeprefix("nvidia-").removeprefix("geforce-")
@@ -156,6 +168,8 @@ def expected_touched(experts: int, top_k: int, tokens: float) -> float:
 
 
 _NOISE = 0.03**2  # variance of a step's relative time
+_STRANGE = 3.0  # times the prediction, or less than a third of it: something else held the step up
+_STRANGERS = 8  # as many in a row are no accident: the machine is another than was thought
 
 
 class OnlineFit:
@@ -171,19 +185,30 @@ class OnlineFit:
         self.relative_error = 0.0  # mean of |predicted - measured| / measured over about `window` steps
         self.bias = 0.0  # the same without the absolute value: above zero, predictions are too long
         self._window = 100.0
+        self._strangers = 0
         self._keep = 1 - 1 / memory
         self._theta = np.asarray(astuple(model.factors))
         # Uncertainty of the start: each factor off by its own size, seconds by a millisecond.
         scale = np.maximum(np.abs(self._theta), [1e-3, 1e-3, 0.1, 0.1, 0.1])
-        self._p = np.diag(scale**2) / trust
-        self._p_limit = self._p.diagonal() * trust
+        self._start = scale**2 / trust
+        self._p = np.diag(self._start)
+        self._p_limit = scale**2
 
     def observe(self, step: Step, seconds: float) -> float:
-        """Take in a measured step; returns what had been predicted. Ignores times at or below zero."""
+        """Take in a measured step; returns what had been predicted.
+
+        Ignores times at or below zero, and those far from the prediction unless many in a row are.
+        """
         x = np.asarray(self.model.features(step))
         predicted = float(x @ self._theta)
         if seconds <= 0:
             return predicted
+        near = predicted / _STRANGE <= seconds <= predicted * _STRANGE
+        self._strangers = 0 if near else self._strangers + 1
+        if self.steps and 0 < self._strangers < _STRANGERS:
+            return predicted
+        if self._strangers == _STRANGERS:
+            self._p = np.diag(self._start)
         self.steps += 1
         rate = max(1 / self._window, 1 / self.steps)
         error = (predicted - seconds) / seconds

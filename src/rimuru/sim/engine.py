@@ -17,12 +17,13 @@ from rimuru.engine.budget import PromptBudget
 from rimuru.engine.config import EngineConfig
 from rimuru.engine.memory import Memory
 from rimuru.engine.plan import MemoryPlan, plan_memory, sizes_of
+from rimuru.engine.rates import model_cost
 from rimuru.engine.request import Phase, Request, SamplingParams
 from rimuru.engine.scheduler import Scheduler, StepPlan, StepResult
 from rimuru.errors import RequestError
 from rimuru.models.config import DTYPE_BYTES, ModelConfig
 from rimuru.policy.boundary import make_policy
-from rimuru.policy.cost import GPU, CostModel, Factors, ModelCost, Step
+from rimuru.policy.cost import GPU, CostModel, Factors, Step
 from rimuru.policy.residency import ResidencyPolicy
 from rimuru.pool import Allocator, Kind
 
@@ -47,19 +48,6 @@ class Hardware:
     overlap: str = "layer"
     reserve_bytes: int | None = None
     host_bytes: int = 256 << 30
-
-
-def model_cost(model: ModelConfig, expert_bytes: int, itemsize: int) -> ModelCost:
-    """What a step of `model` reads and computes. The embedding table is looked up, not read through."""
-    table = model.vocab_size * model.hidden_size
-    dense = model.dense_parameters() - (0 if model.tie_embeddings else table)
-    active = dense - table + len(model.moe_layers) * model.top_k * model.expert_parameters
-    return ModelCost(
-        moe_layers=len(model.moe_layers), experts=model.num_experts, top_k=model.top_k,
-        expert_bytes=expert_bytes, dense_bytes=dense * itemsize,
-        kv_bytes_per_token=model.attention_layers * 2 * model.kv_size * itemsize,
-        flops_per_token=2.0 * active,
-    )  # fmt: skip
 
 
 @dataclass(slots=True)

@@ -13,12 +13,11 @@ from typing import Any
 
 from rimuru.engine.config import EngineConfig, parse_size
 from rimuru.models.config import ModelConfig, load_model_config
-from rimuru.policy.cost import GPUS, Factors, gpu
+from rimuru.policy.cost import GPUS, ZERO_COPY, Factors, gpu
 
 from .engine import Hardware
 from .trace import Arrival, read_trace, shape
 
-ZERO_COPY = 49.6 / 54.5  # rate of a kernel's reads of host memory against the copy engine's, measured
 PCIE4 = 0.5  # of a PCIe 5 link
 
 
