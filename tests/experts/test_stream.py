@@ -91,12 +91,12 @@ def run(house: House, passes, launch=lambda work: work(), layers: int = LAYERS) 
 
 @settings(max_examples=50)
 @given(
-    gain=st.lists(st.lists(st.integers(-1, 3), min_size=5, max_size=5), min_size=1, max_size=6),
+    missing=st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=6),
     slots=st.integers(0, 40),
 )
-def test_a_slot_is_written_again_only_when_the_pass_that_reads_it_has_run(gain, slots):
-    gain = np.array(gain, float)
-    ring = plan_ring(gain, slots)
+def test_a_slot_is_written_again_only_when_the_pass_that_reads_it_has_run(missing, slots):
+    missing = np.array(missing)
+    ring = plan_ring(missing, slots)
     reader = {}  # slot -> the pass that reads what was copied there last
     for at, (layer, turn, slot) in enumerate(zip(ring.layer, ring.turn, ring.slot, strict=True)):
         assert 0 <= slot < slots
@@ -110,16 +110,16 @@ def test_a_slot_is_written_again_only_when_the_pass_that_reads_it_has_run(gain, 
         reader[slot] = turn
     assert ring.released[-1] == ring.ends[-1] == len(ring.layer)
     assert not len(ring.turn) or np.bincount(ring.turn).max() <= max(slots // 2, 1)
-    for layer, row in enumerate(gain):
-        taken = ring.expert[ring.layer == layer]
-        assert len(set(taken.tolist())) == len(taken) == (np.count_nonzero(row > 0) if slots else 0)
+    streamed = np.zeros_like(missing)
+    streamed[ring.layer, ring.expert] = True
+    assert streamed.sum() == len(ring.layer)
+    assert np.array_equal(streamed, missing if slots else np.zeros_like(missing))
 
 
-def test_a_layer_of_more_passes_than_a_launch_is_worth_copies_the_dearest():
-    gain = np.random.default_rng(0).permutation(4 * PASSES).reshape(1, -1) + 1.0
-    ring = plan_ring(gain, 2)
+def test_a_layer_never_takes_more_passes_than_are_worth_their_launches():
+    ring = plan_ring(np.ones((1, 4 * PASSES), bool), 2)
     assert ring.passes.tolist() == [PASSES]
-    assert sorted(gain[0, ring.expert].tolist()) == list(range(2 * PASSES + 1, 4 * PASSES + 1))
+    assert ring.expert.tolist() == list(range(2 * PASSES))
 
 
 @settings(max_examples=25)
@@ -208,25 +208,17 @@ def test_small_steps_and_whole_residency_read_the_table_they_always_read():
     assert House(resident=LAYERS * EXPERTS, free=8).stream.begin(MANY) is None
 
 
-def test_known_routing_leaves_what_hardly_anybody_reads_in_host_memory():
-    house = House(resident=0, free=4)
-    share = np.full((LAYERS, EXPERTS), 0.001)
-    share[:, 1], share[:, 4], share[2, 5] = 1.0, 0.5, 0.9
-    with house.stream.step(MANY, share) as passes:
-        in_pool = run(house, passes)
-    assert np.array_equal(in_pool, share > 0.1)
-
-
-@given(st.floats(0.001, 1), st.integers(1, 3000), st.sampled_from([16, 64, 128]))
-def test_crossings_are_no_more_than_a_tile_by_tile_count(share, tokens, tile):
-    rows = np.random.default_rng(0).binomial(tokens, share, 4000)
-    counted = np.ceil(rows / tile)
-    error = 4 * counted.std() / np.sqrt(len(counted)) + 0.01
-    assert crossings(tokens, share, tile) <= counted.mean() + error
+@given(st.integers(1, 8), st.integers(9, 256), st.integers(1, 3000), st.sampled_from([16, 64, 128]))
+def test_crossings_are_no_more_than_the_tiles_of_every_outcome(top_k, experts, tokens, tile):
+    p, rows = top_k / experts, np.arange(tokens)
+    ratios = np.log((tokens - rows) / (rows + 1) * p / (1 - p))
+    outcomes = np.exp(np.append(0, np.cumsum(ratios)) + tokens * np.log1p(-p))  # of B(tokens, p)
+    mean = (outcomes * np.ceil(np.arange(tokens + 1) / tile)).sum()
+    assert crossings(tokens, top_k, experts, tile) <= mean + 1e-9
 
 
 def test_streaming_pays_once_a_step_touches_nearly_every_expert():
-    assert not worth_streaming(39, 8 / 128)
-    assert worth_streaming(40, 8 / 128)
-    assert worth_streaming(np.array([4096])[0], 8 / 128)
-    assert worth_streaming(4096, np.array([0.0, 0.0001, 0.01])).tolist() == [False, False, True]
+    assert not worth_streaming(39, 8, 128)
+    assert worth_streaming(40, 8, 128)
+    assert worth_streaming(37, 4, 60)
+    assert not worth_streaming(36, 4, 60)

@@ -37,25 +37,25 @@ PASSES = 16  # the most a layer is computed in: each is a few launches
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # (destination, source) bytes
 
 
-def crossings(tokens: int, share: np.ndarray | float, tile_rows: int = TILE_ROWS) -> np.ndarray:
+def crossings(tokens: int, top_k: int, experts: int, tile_rows: int = TILE_ROWS) -> float:
     """How often an expert crosses the link, at least, in expectation, where the kernel reads it in place.
 
-    share: probability that a token is routed to it. Its rows are binomial, R ~ B(tokens, share), and it is
-    read ceil(R / tile_rows) times. That is at least [R > 0] and at least R / tile_rows, so its mean is at
-    least the larger of 1 - (1 - share)^tokens and tokens x share / tile_rows.
+    With all experts equally likely its rows are binomial, R ~ B(tokens, p) with p = top_k / experts, and it
+    is read ceil(R / tile_rows) times. That is at least [R > 0] and at least R / tile_rows, so its mean is at
+    least the larger of 1 - (1 - p)^tokens and tokens x p / tile_rows.
     """
-    share = np.asarray(share, np.float64)
-    return np.maximum(1 - (1 - share) ** tokens, tokens * share / tile_rows)
+    p = top_k / experts
+    return max(1 - (1 - p) ** tokens, tokens * p / tile_rows)
 
 
-def worth_streaming(tokens: int, share: np.ndarray | float, tile_rows: int = TILE_ROWS) -> np.ndarray:
-    """Whether copying an expert ahead takes the link for less time than reading it in place, elementwise.
+def worth_streaming(tokens: int, top_k: int, experts: int, tile_rows: int = TILE_ROWS) -> bool:
+    """Whether copying a step's missing experts ahead takes the link for less time than reading them in place.
 
-    The copy takes bytes / c at the copy engine's rate c, whether or not a token needs it; reading in place
-    takes crossings x bytes / k at the kernel's rate k. So: crossings > k / c. With every expert equally
-    likely (share = top_k / experts) that is from 40 tokens on for 8 of 128 experts and 37 for 4 of 60.
+    The copy takes bytes / c at the copy engine's rate c, whether or not a token needs the expert; reading
+    in place takes crossings x bytes / k at the kernel's rate k. So: crossings > k / c, however many are
+    missing. That is from 40 tokens on for 8 of 128 experts, and from 37 for 4 of 60.
     """
-    return crossings(tokens, share, tile_rows) > KERNEL_RATE
+    return crossings(tokens, top_k, experts, tile_rows) > KERNEL_RATE
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,25 +74,24 @@ class Ring:
     released: np.ndarray  # [layers * PASSES + 1]: copies that may start before pass t has been launched
 
 
-def plan_ring(gain: np.ndarray, slots: int) -> Ring:
-    """Give the experts of a step with `gain` > 0 (`[layers, experts]`) slots of a ring, layer by layer.
+def plan_ring(missing: np.ndarray, slots: int) -> Ring:
+    """Give the missing experts of a step, bool `[layers, experts]`, slots of a ring, layer by layer.
 
-    Of a layer with more of them than its passes can hold, those with the most to gain are taken; the rest
-    has no copy.
+    Of a layer with more of them than its passes can hold the last ones have no copy.
     """
-    most = int(np.count_nonzero(gain > 0, axis=1).max())
+    most = int(np.count_nonzero(missing, axis=1).max())
     size = min(slots, max(slots // 2, -(-most // PASSES)))  # experts a pass
-    order = np.argsort(-gain, axis=1, kind="stable")[:, : PASSES * size]
-    layer, rank = np.nonzero(np.take_along_axis(gain, order, axis=1) > 0)
+    layer, expert = np.nonzero(missing & (np.cumsum(missing, axis=1) <= PASSES * size))
+    held = np.bincount(layer, minlength=len(missing))
+    rank = np.arange(len(layer)) - np.repeat(np.cumsum(held) - held, held)
     turn = layer * PASSES + rank // max(1, size)
     # No pass has more copies than there are slots, so a slot's last reader is always an earlier pass.
     after = np.full(len(layer), -1)
     after[slots:] = turn[: max(0, len(layer) - slots)]
-    turns = len(gain) * PASSES
-    held = np.bincount(layer, minlength=len(gain))
+    turns = len(missing) * PASSES
     return Ring(
         layer,
-        order[layer, rank],
+        expert,
         turn,
         np.arange(len(layer)) % max(1, slots),
         np.maximum(1, -(-held // max(1, size))),
@@ -198,7 +197,7 @@ class ExpertStream:
         self._allocator, self._class, self._grain = allocator, page_class, allocator.geometry.grain
         self._arena, self._poison = arena, poison
         layers, experts = table.shape
-        self._share = top_k / experts
+        self._top_k = top_k
         gpu = arena.device.type == "cuda"
         self._copies: CopyStream = copies or (CopyEngine(arena.device) if gpu else CopyNow())
         size = layout.page_bytes
@@ -222,33 +221,28 @@ class ExpertStream:
         return self._room.nbytes + len(self._own) * self.layout.page_bytes
 
     @contextmanager
-    def step(self, tokens: int, share: np.ndarray | None = None) -> Iterator[Sequence[LayerPasses] | None]:
+    def step(self, tokens: int) -> Iterator[Sequence[LayerPasses] | None]:
         """`begin` and `end` around a step."""
         try:
-            yield self.begin(tokens, share)
+            yield self.begin(tokens)
         finally:
             self.end()
 
-    def begin(self, tokens: int, share: np.ndarray | None = None) -> Sequence[LayerPasses] | None:
+    def begin(self, tokens: int) -> Sequence[LayerPasses] | None:
         """Plan a step and start its first copies; each layer's addresses for `moe`, or None where the
-        EXPERT table serves as well.
-
-        The EXPERT table must have no edits staged. share float `[layers, experts]`: the probability that
-        a token is routed to an expert (default: all alike).
+        EXPERT table serves as well. That table must have no edits staged.
         """
         assert self._ring is None, "a step was begun before the last one ended"
-        if share is None and not worth_streaming(tokens, self._share):
+        if not worth_streaming(tokens, self._top_k, self._experts.shape[1]):
             return None
-        mirror = self._experts.mirror
-        gain = crossings(tokens, self._share if share is None else share) - KERNEL_RATE
-        gain = np.where(mirror & EXPERT_HOST != 0, gain, 0.0)
-        wanted = np.count_nonzero(gain > 0, axis=1)
-        if not wanted.any():
+        missing = self._experts.mirror & EXPERT_HOST != 0
+        each = np.count_nonzero(missing, axis=1)
+        if not each.any():
             return None
-        self._take(min(2 * int(wanted.max()), int(wanted.sum())) - len(self._own))
+        self._take(min(2 * int(each.max()), int(each.sum())) - len(self._own))
         if not self._slots:
             return None
-        ring = plan_ring(gain, len(self._slots))
+        ring = plan_ring(missing, len(self._slots))
         self._upload(ring)
         self.streamed_experts += len(ring.layer)
         self._ring, self._next = ring, 0
