@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from harness import Report
 
+from rimuru.experts.side_copy import CudaLane, SideStreamCopy
+from rimuru.kernels import host_memory
 from rimuru.kernels.host_memory import HostMemory
 
 EXPERT = 9 << 20  # bytes; Qwen3-30B's
@@ -44,7 +46,49 @@ def read_rate(memory: HostMemory, nbytes: int, programs: int = 96, skip: int = 0
     return nbytes / begin.elapsed_time(end) / 1e6
 
 
+def dropped(report: Report) -> None:
+    """Memory that goes without a close: the next map on its addresses can be registered, and no launch is
+    blamed for what the driver refused before."""
+    pinned = []
+    for huge_pages in (8, 4, 9, 2, 16):
+        memory = HostMemory(huge_pages << 21)
+        pinned.append(memory.pinned_bytes - memory.nbytes)
+        del memory
+    report.check("maps dropped without a close: bytes that were not registered", -sum(pinned), 0)
+    kept = HostMemory(64 << 20)
+    status = int(torch.cuda.cudart().cudaHostRegister(kept.address, 1 << 20, 0))  # twice: refused
+    host_memory._forget_error()
+    torch.zeros(4, device="cuda")
+    report.check("a refused registration leaves its error to nobody", float(status == 0), 0)
+    kept.close()
+
+
+def beside_steps(report: Report) -> None:
+    """A promotion waits for what was launched before it, and lets what is launched later go ahead."""
+    memory = HostMemory(64 << 20)
+    memory.tensor.fill_(1)
+    page = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
+    side = SideStreamCopy(CudaLane(torch.cuda.Stream()))
+    torch.cuda._sleep(200_000_000)  # cycles, about 0.1 s
+    seen = page.clone()
+    asked = side([(page, memory.tensor)])
+    early = asked.query()  # issues the copy
+    torch.cuda._sleep(200_000_000)
+    behind = torch.cuda.Event()
+    behind.record()
+    while not asked.query():
+        pass
+    report.check("a promotion is over before its wait", float(early), 0)
+    report.equal("a launched step still reads what lay in the page", seen, torch.zeros_like(seen))
+    report.check("a promotion waits for later launches", float(behind.query()), 0)
+    torch.cuda.synchronize()
+    report.equal("a promoted page", page.cpu(), memory.tensor)
+    memory.close()
+
+
 def run(report: Report) -> None:
+    dropped(report)
+    beside_steps(report)
     gib = 1 << 30
     small = HostMemory(64 << 20, pin_limit=48 << 20)
     small.check()
@@ -60,7 +104,7 @@ def run(report: Report) -> None:
     begin = time.monotonic()
     memory = HostMemory(nbytes)
     mapped = time.monotonic() - begin
-    report.bar(f"map and register {nbytes >> 30} GiB", mapped, "s")
+    report.bar(f"map, touch and register {nbytes >> 30} GiB", mapped, "s", 2.0 / 40 * (nbytes >> 30))
     report.bar("pinned bytes over stored bytes", memory.pinned_bytes / nbytes, "x", 1.02)
     memory.check()
     for programs in (32, 96, 384):
