@@ -1,8 +1,8 @@
-"""Prometheus metrics: rimuru's own names, and the `vllm:*` and `sglang:*` names that boards and routers query.
+"""Prometheus metrics: rimuru's own names, and those of vLLM and SGLang that boards and routers query.
 
 Room: the server's view of `EngineStats`. Rule: a token costs one bisection; everything else is done
-when somebody asks; a series is there, at 0, before its first event. Only this module calls `EngineClient.stats`, because a snapshot empties the
-engine's sample lists.
+when somebody asks; a series is there, at 0, before its first event. Only this module calls
+`EngineClient.stats`, because a snapshot empties the engine's sample lists.
 """
 
 from __future__ import annotations

@@ -94,6 +94,9 @@ class GenerationBody(Body):
     use_beam_search: bool | None = False
     best_of: int | None = None
     logits_processors: Any = None
+    bad_words: list[str] | None = None
+    return_tokens_as_token_ids: bool | None = False
+    kv_transfer_params: Any = None
 
     def refuse_unserved(self) -> None:
         """Raise for fields that cannot have their effect here."""
@@ -107,6 +110,18 @@ class GenerationBody(Body):
             raise RequestError(
                 "logits_processors are not supported; logit_bias and allowed_token_ids are",
                 "logits_processors",
+            )
+        if self.bad_words:
+            raise RequestError("bad_words is not supported; logit_bias of -100 bans a token", "bad_words")
+        if self.return_tokens_as_token_ids:
+            raise RequestError(
+                "return_tokens_as_token_ids is not supported; return_token_ids adds them as numbers",
+                "return_tokens_as_token_ids",
+            )
+        if self.kv_transfer_params:
+            raise RequestError(
+                "kv_transfer_params is not supported: KV cache is not moved between servers",
+                "kv_transfer_params",
             )
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream: true", "stream_options")
@@ -171,6 +186,7 @@ class ChatBody(GenerationBody):
     audio: Any = None
     modalities: list[str] | None = None
     functions: Any = None
+    function_call: Any = None
 
     def refuse_unserved(self) -> None:
         super().refuse_unserved()
@@ -178,7 +194,13 @@ class ChatBody(GenerationBody):
             raise RequestError("echo belongs to /v1/completions", "echo")
         if self.functions is not None:
             raise RequestError("functions is not supported; it was replaced by tools", "functions")
-        if self.audio is not None or any(mode != "text" for mode in self.modalities or ()):
+        if self.function_call is not None:
+            raise RequestError(
+                "function_call is not supported; it was replaced by tool_choice", "function_call"
+            )
+        if self.audio is not None:
+            raise RequestError("audio is not supported: only text is generated here", "audio")
+        if any(mode != "text" for mode in self.modalities or ()):
             raise RequestError("only text is generated here", "modalities")
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")

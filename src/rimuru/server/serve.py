@@ -128,9 +128,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     memory.add_argument("--max-boundary-wait", type=float, default=default.max_boundary_wait,
                         metavar="SECONDS")  # fmt: skip
     memory.add_argument("--ttft-slo", type=float, metavar="MS",
-                        help="objective of --memory-policy economic: milliseconds to the first token")  # fmt: skip
+                        help="objective of economic: milliseconds to the first token")  # fmt: skip
     memory.add_argument("--itl-slo", type=float, metavar="MS",
-                        help="objective of --memory-policy economic: milliseconds between tokens")  # fmt: skip
+                        help="objective of economic: milliseconds between tokens")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
