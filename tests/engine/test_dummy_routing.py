@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from support.cores import greedy, make_bench, run_ahead
 from support.tiny import tiny_checkpoint
 
 from rimuru.engine.config import EngineConfig, split_dummy_routing
@@ -281,3 +282,28 @@ def test_a_recording_of_another_model_says_what_it_holds(tmp_path):
     spec, _ = recording(tmp_path)
     with pytest.raises(ConfigError, match=r"x 12 layers x 6 of 64 experts; the file holds \(3, 4\)"):
         make(spec)
+
+
+# -- in the engine -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_engine_routes_as_the_recording_says(ahead, tmp_path):
+    """Two of eight experts a layer, one token after the other: also in padded steps that run ahead."""
+    recorded = np.array([[[t % 4, 4 + (t + layer) % 4] for layer in range(4)] for t in range(50)], np.uint8)
+    np.savez(tmp_path / "t.npz", only=recorded)
+    bench = make_bench(
+        "qwen3_moe", load_format="dummy", dummy_routing=f"trace:{tmp_path / 't.npz'}", max_num_seqs=4
+    )
+    if ahead:
+        run_ahead(bench, padded=True)
+    seen = []
+    learn = bench.core.memory.after_step
+    bench.core.memory.after_step = lambda touched, *rest: (seen.append(touched.copy()), learn(touched, *rest))
+    bench.add("r", list(range(5)), greedy(20))
+    bench.run()
+    counts = np.zeros((25, 4, 8), int)
+    np.put_along_axis(counts, recorded[:25].astype(int), 1, axis=-1)
+    assert np.array_equal(seen[0], counts[:5].sum(0))
+    assert all(np.array_equal(a, b) for a, b in zip(seen[1:], counts[5:24], strict=False))
+    assert len(seen) >= 20
