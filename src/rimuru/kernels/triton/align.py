@@ -10,8 +10,8 @@ The plan is one int32 workspace, with room for B blocks in each of two lists:
     [4 + 4 B + 4 b ...]   host block b: the same
     [4 + 8 B + r]         sorted row r -> pair (token * k + choice)
 
-Each list is by ascending expert; one whose table entry is 0 has rows but no block. A block carries the
-address, so that a GEMM program is two loads away from its first tile.
+Each list is by ascending expert; one whose table entry is 0 has rows, but no block and no count. A block
+carries the address, so that a GEMM program is two loads away from its first tile.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def _plan(
     live = expert < experts
     entry = tl.load(table + expert, mask=live, other=0)
     host = (entry & _HOST) != 0
-    blocks = tl.where(entry == 0, 0, (counts + BLOCK_M - 1) // BLOCK_M)
+    here = tl.where(entry == 0, 0, counts)
+    blocks = (here + BLOCK_M - 1) // BLOCK_M
     host_blocks = tl.where(host, blocks, 0)
     pool_blocks = blocks - host_blocks
     first_block = tl.where(
@@ -60,7 +61,7 @@ def _plan(
         b = start + expert
         tl.store(work + HEADER + b * 4 + 3, tl.zeros([PAD], tl.int32), mask=(b >= in_pool) & (b < room))
     if COUNT:
-        tl.store(touched + expert, tl.load(touched + expert, mask=live, other=0) + counts, mask=live)
+        tl.store(touched + expert, tl.load(touched + expert, mask=live, other=0) + here, mask=live)
 
 
 @triton.jit(do_not_specialize=["pairs", "room", "experts"])
@@ -149,9 +150,9 @@ def max_blocks(tokens: int, top_k: int, experts: int, block_m: int) -> int:
 def align(
     ids: torch.Tensor, table: torch.Tensor, block_m: int, touched: torch.Tensor | None = None
 ) -> Alignment:
-    """Plan the M blocks of `ids` int32 `[T, k]` (-1: skip) over `table` int64 `[E]` (0: no block).
+    """Plan the M blocks of `ids` int32 `[T, k]` (-1: skip) over `table` int64 `[E]` (0: not now).
 
-    `touched` int32 `[E]` is incremented by the number of pairs of each expert.
+    `touched` int32 `[E]` is incremented by the number of pairs of each expert that has an entry.
     """
     tokens, top_k = ids.shape
     pairs, experts = tokens * top_k, table.numel()

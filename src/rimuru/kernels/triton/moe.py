@@ -194,7 +194,6 @@ def moe(
     for row in (table,) if isinstance(table, torch.Tensor) else table:
         gate_up, down = choose(tokens, top_k, row.numel(), layout.dtype, x.device)
         plan = align(ids, row, gate_up.m, touched)
-        touched = None
         _product(x, act, plan, gate_up, layout, top_k, gate_up=True)
         _product(act, parts, plan, down, layout, top_k, gate_up=False)
     if callable(shared):
