@@ -33,6 +33,12 @@ class PromptBudget:
     itl_slo: float | None = None
     passed_at: float = float("-inf")  # when the last step that held prompt tokens ended
 
+    @classmethod
+    def of(cls, ttft_slo_ms: float | None, itl_slo_ms: float | None) -> PromptBudget:
+        """From the objectives as the command line has them, in milliseconds."""
+        ttft, itl = (None if ms is None else ms / 1e3 for ms in (ttft_slo_ms, itl_slo_ms))
+        return cls(ttft, itl)
+
     def tokens(
         self,
         limit: int,

@@ -116,7 +116,7 @@ class Simulation:
             states = StateCache(allocator, state_groups, config.max_num_seqs)
         self.memory = Memory(cache, self.experts, residency, boundary, plan, states=states)
         self.memory.know(self.cost)
-        budget = PromptBudget(_s(ttft_slo_ms), _s(itl_slo_ms)) if gather else None
+        budget = PromptBudget.of(ttft_slo_ms, itl_slo_ms) if gather else None
         self.scheduler = Scheduler(
             self.memory, max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens, max_model_len=plan.max_model_len,
@@ -241,6 +241,3 @@ class Simulation:
         """Assert every structure's own truth."""
         self.scheduler.check()
 
-
-def _s(ms: float | None) -> float | None:
-    return None if ms is None else ms / 1e3
