@@ -12,9 +12,9 @@ What is ordered by what, with steps launched ahead of their results:
 - A promoted expert is read in host memory until the host has seen its copy end; the table edit that names
   the page is staged after that.
 
-The link is one queue, and the copy engine knows no priorities. So promotions wait on the host: they are
-issued when the store is next polled, behind what the step launched meanwhile has asked for, and no more of
-them at a time than `ahead`, which bounds what streamed prefill can find before it.
+The link is one queue, and the copy engine knows no priorities. So promotions queue on the host: they are
+issued when the store is polled, and no more of them at a time than `ahead`, which bounds what streamed
+prefill can find before it.
 """
 
 from __future__ import annotations
