@@ -38,11 +38,11 @@ class Served:
         return httpx.get(f"{self.url}/rimuru/pool", timeout=20).json()["kinds"]["kv"]["used"]["bytes"]
 
 
-def start() -> Served:
+def start(*flags: str) -> Served:
     path = str(tiny_checkpoint("qwen3_moe"))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "rimuru.cli", "serve", path, *FLAGS],
+        [sys.executable, "-m", "rimuru.cli", "serve", path, *FLAGS, *flags],
         stderr=subprocess.PIPE, text=True, env=environment,
     )  # fmt: skip
     assert process.stderr is not None

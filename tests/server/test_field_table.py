@@ -44,7 +44,7 @@ ASKED: dict[str, Any] = {
     "include_stop_str_in_output": True, "ignore_eos": True, "skip_special_tokens": False, "stream": True,
     "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     "logprobs": {CHAT: True, COMPLETIONS: 2}, "top_logprobs": 2, "prompt_logprobs": 2, "echo": True,
-    "return_token_ids": True, "truncate_prompt_tokens": 1, 
+    "return_token_ids": True, "truncate_prompt_tokens": 1,
     "add_special_tokens": True, "priority": -3, "cache_salt": "mine", "request_id": "mine", "user": "me",
     "add_generation_prompt": False, "continue_final_message": True, "chat_template_kwargs": {"x": 1},
     "reasoning_effort": "low", "chat_template": "{{ 1 }}", "tools": [TOOL], "tool_choice": "none",

@@ -63,7 +63,7 @@ def create_app(frontend: Frontend, log_stats_seconds: float | None = None) -> AS
     _add_models(app, frontend)
     _add_tokenizer(app, frontend)
     _add_operations(app, frontend)
-    _describe_bodies(app)
+    _describe_bodies(app, settings.served_names)
 
     wrapped: ASGIApp = Edge(app, frontend)
     return CORSMiddleware(
@@ -368,8 +368,9 @@ _BODIES: dict[str, type[Body]] = {
 }
 
 
-def _describe_bodies(app: FastAPI) -> None:
+def _describe_bodies(app: FastAPI, served_names: list[str]) -> None:
     """Put the bodies, which the routes parse themselves, into the OpenAPI description."""
+    names = {"anyOf": [{"enum": served_names}, {"type": "null"}], "default": None, "title": "Model"}
     describe = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -378,6 +379,7 @@ def _describe_bodies(app: FastAPI) -> None:
         for path, model in _BODIES.items():
             definition = model.model_json_schema(ref_template="#/components/schemas/{model}")
             components.update(definition.pop("$defs", {}))
+            definition["properties"]["model"] = names
             components[model.__name__] = definition
             reference = {"$ref": f"#/components/schemas/{model.__name__}"}
             schema["paths"][path]["post"]["requestBody"] = {

@@ -29,6 +29,15 @@ def dumps(value: Any) -> str:
 
 async def start_chat(frontend: Frontend, body: ChatBody, request_id: str | None) -> Job:
     """Check the body and turn it into a job; nothing runs yet."""
+    try:
+        return await _start(frontend, body, request_id)
+    except RequestError as error:
+        if error.param == "max_tokens" and body.max_completion_tokens is not None:
+            raise RequestError(str(error), "max_completion_tokens") from None  # the name that was sent
+        raise
+
+
+async def _start(frontend: Frontend, body: ChatBody, request_id: str | None) -> Job:
     model = frontend.admit(body.model, body.priority)
     body.refuse_unserved()
     params = body.params(frontend.settings.default_sampling)

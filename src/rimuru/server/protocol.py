@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rimuru.engine.request import MAX_LOGPROBS, SamplingParams
+from rimuru.engine.request import MAX_COUNT, MAX_LOGPROBS, MAX_SEED, SamplingParams
 from rimuru.errors import RequestError
 
 from .errors import ApiError
@@ -24,6 +24,16 @@ log = logging.getLogger("rimuru.server")
 
 # What crosses to the engine as a 64-bit number; narrower limits are the engine's to name.
 Whole = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+
+
+def _limits(**keywords: float) -> Any:
+    """Limits for the OpenAPI description; `SamplingParams.check` holds requests to them, in its own words."""
+    return Field(json_schema_extra=dict(keywords))
+
+
+Tokens = Annotated[Whole | None, _limits(minimum=1)]
+Logprobs = Annotated[int | None, _limits(minimum=0, maximum=MAX_LOGPROBS)]
+Penalty = Annotated[float | None, _limits(minimum=-2, maximum=2)]
 
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # a model may suggest these
 
@@ -56,27 +66,27 @@ class GenerationBody(Body):
     model: str | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    n: int | None = 1
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
+    n: Annotated[int | None, _limits(minimum=1, maximum=128)] = 1
+    temperature: Annotated[float | None, _limits(minimum=0, maximum=100)] = None
+    top_p: Annotated[float | None, _limits(exclusiveMinimum=0, maximum=1)] = None
+    seed: Annotated[int | None, _limits(minimum=-MAX_SEED - 1, maximum=MAX_SEED)] = None
     stop: str | list[str] | None = None
-    presence_penalty: float | None = 0.0
-    frequency_penalty: float | None = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
     logit_bias: dict[str, float] | None = None
-    max_tokens: Whole | None = None
+    max_tokens: Tokens = None
     user: str | None = None  # a label of the client's; nothing here depends on it
 
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
+    top_k: Annotated[int | None, _limits(minimum=-1, maximum=MAX_COUNT)] = None
+    min_p: Annotated[float | None, _limits(minimum=0, maximum=1)] = None
+    repetition_penalty: Annotated[float | None, _limits(minimum=0.01, maximum=100)] = None
     ignore_eos: bool = False
-    min_tokens: Whole = 0
+    min_tokens: Annotated[Whole, _limits(minimum=0)] = 0
     stop_token_ids: list[int] | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    truncate_prompt_tokens: Whole | None = None
-    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: Annotated[Whole | None, _limits(minimum=-1)] = None
+    prompt_logprobs: Logprobs = None
     allowed_token_ids: list[int] | None = None
     priority: Whole = 0
     cache_salt: str | None = None
@@ -168,11 +178,22 @@ class GenerationBody(Body):
             raise RequestError("logit_bias keys must be token ids", "logit_bias") from None
 
 
+# What a message looks like at the least, for the OpenAPI description; `Prompts` reads them.
+MESSAGE: dict[str, Any] = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {
+        "role": {"type": "string"},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array"}, {"type": "null"}]},
+    },
+}
+
+
 class ChatBody(GenerationBody):
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    max_completion_tokens: Whole | None = None
+    messages: list[dict[str, Any]] = Field(min_length=1, json_schema_extra={"items": MESSAGE})
+    max_completion_tokens: Tokens = None
     logprobs: bool | None = False
-    top_logprobs: int | None = None
+    top_logprobs: Logprobs = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -224,8 +245,8 @@ class ChatBody(GenerationBody):
 
 class CompletionBody(GenerationBody):
     prompt: str | list[str] | list[int] | list[list[int]]
-    max_tokens: Whole | None = 16
-    logprobs: int | None = None
+    max_tokens: Annotated[Whole | None, _limits(minimum=0)] = 16
+    logprobs: Logprobs = None
     echo: bool | None = False
     suffix: str | None = None
     add_special_tokens: bool = True
