@@ -1,4 +1,5 @@
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -7,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.streaming import EXPERTS, LAYERS, LAYOUT, MANY, House
 
+from rimuru.experts.side_copy import SideStreamCopy
 from rimuru.experts.stream import PASSES, crossings, plan_ring, worth_streaming
+from rimuru.kernels import reference
 from rimuru.kernels.types import EXPERT_HOST
 from rimuru.pool.allocator import Shortage
 
@@ -49,17 +52,36 @@ class TwoStreams:
     def wait(self, mark):
         self.blocked["compute"] = self.blocked["compute"] | {mark}
 
-    def run(self):
-        """Everything that was asked for; a wait that can never end fails."""
+    def run(self, most: int = 1 << 30):
+        """Everything that was asked for, or some of it; a wait that can never end fails."""
         queues = [self.compute, self.copies]
         eager = self.random.random()  # how much one stream runs ahead of the other
-        while any(queues):
+        while any(queues) and most:
+            most -= 1
             able = [q for q in queues if q and q[0][2] <= self.done]
             assert able, "each stream waits for the other"
             queue = able[0] if self.random.random() < eager else able[-1]
             number, work, _ = queue.pop(0)
             work()
             self.done.add(number)
+
+
+class PromotionLane:
+    """The copy stream of a `TwoStreams` as promotions use it."""
+
+    def __init__(self, streams: TwoStreams):
+        self.streams = streams
+
+    def launched(self) -> int:
+        self.streams.launch(lambda: None)
+        return self.streams.counter
+
+    def copy(self, to, source, after: int):
+        streams = self.streams
+        streams.blocked["copies"] = streams.blocked["copies"] | {after}
+        streams.copy([(to, source)])
+        mark = streams.mark()
+        return SimpleNamespace(query=lambda: mark in streams.done)
 
 
 def read(house: House, layer: int, row: list[int]) -> None:
@@ -149,6 +171,35 @@ def test_every_layer_finds_its_experts_whatever_runs_ahead_of_what(seed, residen
         house.allocator.give(house.cls, pages, "others")
     streams.run()
     house.check()
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 2**16), free=st.integers(0, 8), reserve=st.integers(0, 2))
+def test_promotions_share_the_copy_stream_and_nobody_reads_a_page_half_written(seed, free, reserve):
+    rng, streams = random.Random(seed), TwoStreams(seed)
+    side = SideStreamCopy(PromotionLane(streams), ahead=2)
+    house = House(8, free, promote=side, poison=False, copies=streams, reserve=reserve)
+    store, every = house.store, list(np.ndindex(LAYERS, EXPERTS))
+    for _ in range(12):
+        house.table.flush(reference.apply_edits)
+        with house.stream.step(rng.choice([1, MANY])) as passes:
+            run(
+                house,
+                [[row] for row in house.table.device_table] if passes is None else passes,
+                streams.launch,
+            )
+        streams.run(rng.randrange(60))
+        store.poll()
+        store.demote([x for x in every if store.resident[x] and rng.random() < 0.3])
+        store.promote([x for x in every if rng.random() < 0.3])
+        house.check()
+    streams.run()
+    while side.pending:
+        store.poll()
+        streams.run()
+    store.poll()
+    assert not store.in_flight.any()
+    assert np.array_equal(store.resident, (house.table.mirror & EXPERT_HOST) == 0)
 
 
 def test_every_missing_expert_passes_through_the_pool_and_residency_stays_as_it_was():

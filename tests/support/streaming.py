@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from rimuru.experts.store import ExpertStore
+from rimuru.experts.store import ExpertStore, copy_now
 from rimuru.experts.stream import ExpertStream
 from rimuru.kernels import reference
 from rimuru.kernels.types import EXPERT_ADDRESS, ExpertLayout
@@ -22,7 +22,7 @@ LAYOUT = ExpertLayout(hidden=48, intermediate=32, dtype=torch.float32)
 class House:
     """A pool with `free` expert pages beside the resident experts, a store, and a stream."""
 
-    def __init__(self, resident: int, free: int, seed: int = 0, **options):
+    def __init__(self, resident: int, free: int, seed: int = 0, *, promote=copy_now, poison=True, **options):
         kv = AttentionKind("kv", (0, 1), bytes_per_token_per_layer=256, block_tokens=8)
         geometry = plan_geometry(PoolSpec(attention=(kv,), expert_bytes=LAYOUT.page_bytes))
         cls = geometry.class_of(Kind.EXPERT)
@@ -33,7 +33,8 @@ class House:
         self.table = Table((LAYERS, EXPERTS), torch.int64)
         self.store = ExpertStore(
             LAYOUT, LAYERS, EXPERTS, allocator=self.allocator, page_class=cls, arena=self.arena,
-            table=self.table, lendable=LAYERS * EXPERTS, resident=resident, poison=True,
+            table=self.table, lendable=LAYERS * EXPERTS, resident=resident, copy=promote,
+            poison=poison,
         )  # fmt: skip
         generator = torch.Generator().manual_seed(seed)
         for layer in range(LAYERS):
@@ -47,7 +48,7 @@ class House:
         self.table.flush(reference.apply_edits)
         self.stream = ExpertStream(
             LAYOUT, self.store.host_page, table=self.table, allocator=self.allocator, page_class=cls,
-            arena=self.arena, top_k=TOP_K, poison=True, **options,
+            arena=self.arena, top_k=TOP_K, poison=poison, **options,
         )  # fmt: skip
 
     @property
