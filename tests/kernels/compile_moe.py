@@ -7,27 +7,65 @@ import torch
 from rimuru.kernels.triton import moe_tiles
 from rimuru.kernels.triton.align import _align_kernel, _count_kernel, _place_kernel, _scan_kernel
 from rimuru.kernels.triton.moe import _combine_kernel, _expert_kernel
+from rimuru.kernels.triton.moe_rows import combine_norm_kernel, expert_rows_kernel
 from rimuru.kernels.triton.route import _route_kernel
+from rimuru.kernels.triton.router import norm_route_kernel
 from rimuru.kernels.types import ExpertLayout
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
+def products(chip: int, dtype: torch.dtype):
+    """Both products with every tile, and beside a shared expert where that can be."""
+    layout, pdl = ExpertLayout(2048, 1408, dtype), chip >= 90
+    i32 = torch.int32
+    for gate_up, down in moe_tiles.shipped(dtype, divmod(chip, 10)):
+        for part, tile in (("gate_up", gate_up), ("down", down)):
+            up = part == "gate_up"
+            for slices in (0, 4) if tile.m <= 64 and dtype != torch.float32 else (0,):
+                yield (
+                    f"{NAMES[dtype]} {part}{' shared' * bool(slices)} {tile.m}x{tile.n}x{tile.k}",
+                    _expert_kernel.warmup(
+                        dtype, dtype, dtype, i32, 1, 100, 64,
+                        PART=0 if up else layout.down_offset, N=2816 if up else 2048, K=2048 if up else 1408,
+                        TOP_K=4, GATE_UP=up, SLICES=slices, BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k,
+                        FEW_M=tile.few_m, FEW_K=tile.few_k, PDL=pdl, num_warps=tile.warps,
+                        num_stages=tile.stages, launch_pdl=pdl, grid=(1,),
+                    ),
+                )  # fmt: skip
+
+
+def few_rows(chip: int, dtype: torch.dtype):
+    """The kernels of a decode step of few tokens: products from registers, head and tail of a block."""
+    i32, i64, f32, pdl = torch.int32, torch.int64, torch.float32, chip >= 90
+    name = NAMES[dtype]
+    for part, n, k, slices in (("gate_up", 2816, 2048, 4), ("down", 2048, 1408, 4), ("down", 2048, 768, 0)):
+        block_k = 1 << (k - 1).bit_length()
+        yield f"{name} rows of {part} {k}", expert_rows_kernel.warmup(
+            dtype, dtype, dtype, i32, 1, 4, 64,
+            PART=0, N=n, K=k, TOP_K=4, GATE_UP=part == "gate_up", SLICES=slices, BLOCK_N=8192 // block_k,
+            BLOCK_K=block_k, PDL=pdl, num_warps=4, num_stages=1, launch_pdl=pdl, grid=(1,),
+        )  # fmt: skip
+    for experts, top_k, one in ((60, 4, True), (128, 8, False)):
+        yield f"{name} norm_route {experts}", norm_route_kernel.warmup(
+            dtype, dtype, dtype, dtype, f32, i32, f32, i64, i32, dtype, dtype, dtype, f32, i32, i32, i32,
+            1e-6, 9, experts, experts,
+            H=2048, ROWS=experts + 1, TOP_K=top_k, SIGMOID=False, NORMALIZE=True, BIAS=True, LIVE=True,
+            OVERRIDE=True, COUNT=True, ZERO_CENTRED=False, ONE=one, BLOCK_M=16, BLOCK_N=4, BLOCK_H=2048,
+            PAD=1 << (experts - 1).bit_length(), PAIRS=16 * top_k, PDL=pdl, num_warps=4, num_stages=1,
+            launch_pdl=pdl, grid=(1,),
+        )  # fmt: skip
+    yield f"{name} combine_norm", combine_norm_kernel.warmup(
+        dtype, i32, f32, dtype, dtype, dtype, dtype, dtype, 1e-6, 61,
+        H=2048, TOP_K=8, SLICES=4, GATE=True, ZERO_CENTRED=False, BLOCK=2048, PDL=pdl, num_warps=8,
+        launch_pdl=pdl, grid=(1,),
+    )  # fmt: skip
+
+
 def kernels(chip: int):
-    capability = divmod(chip, 10)
     i32, i64, f32 = torch.int32, torch.int64, torch.float32
     for dtype, name in NAMES.items():
-        layout = ExpertLayout(2048, 1408, dtype)
-        for gate_up, down in moe_tiles.shipped(dtype, capability):
-            for part, tile in (("gate_up", gate_up), ("down", down)):
-                up = part == "gate_up"
-                yield f"{name} {part} {tile.m}x{tile.n}x{tile.k}", _expert_kernel.warmup(
-                    dtype, dtype, i32, 100, 64,
-                    PART=0 if up else layout.down_offset, N=2816 if up else 2048, K=2048 if up else 1408,
-                    TOP_K=4, GATE_UP=up, BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k,
-                    FEW_M=tile.few_m, FEW_K=tile.few_k, num_warps=tile.warps,
-                    num_stages=tile.stages, grid=(1,),
-                )  # fmt: skip
+        yield from products(chip, dtype)
         yield (
             f"{name} combine",
             _combine_kernel.warmup(
@@ -39,6 +77,8 @@ def kernels(chip: int):
             dtype, f32, i32, f32, i32, 128, 128, TOP_K=8, TOP_K_PAD=8, EXPERTS_PAD=128,
             SIGMOID=True, NORMALIZE=True, BIAS=True, PADDING=True, num_warps=1, grid=(1,),
         )  # fmt: skip
+        if dtype != torch.float32:
+            yield from few_rows(chip, dtype)
     for pad in (64, 256):
         yield f"align {pad}", _align_kernel.warmup(
             i32, i64, i32, i32, 512, 9, 60,

@@ -8,11 +8,14 @@ against this file.
 from __future__ import annotations
 
 import ctypes
+import sys
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 
-from .types import EXPERT_ADDRESS, ExpertLayout, KVView, StateView, StepMeta
+from . import operation
+from .types import EXPERT_ADDRESS, ExpertLayout, KVView, MoeBlock, StateView, StepMeta
 
 DELTA_CHUNK = 64  # tokens whose updates are solved for at one time
 
@@ -370,6 +373,40 @@ def moe(
     if shared is not None:
         out += shared.float() if gate is None else gate.reshape(-1, 1).float().sigmoid() * shared.float()
     return out.to(x.dtype)
+
+
+def moe_block(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    block: MoeBlock,
+    table: torch.Tensor,
+    next_norm: torch.Tensor,
+    touched: torch.Tensor | None = None,
+    live: torch.Tensor | None = None,
+    logits: torch.Tensor | None = None,
+    ops: ModuleType = sys.modules[__name__],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A decoder layer from the output of its attention to the input of the next layer's.
+
+        h, sum = norm(x + residual);  y = moe(h, route(h)) + shared expert(h);  next_norm(y + sum)
+
+    x, residual `[T, H]`, next_norm `[H]` -> (normed, sum), both `[T, H]`. table, touched and live as in
+    `moe` and `route`; logits float32 `[T, E]` take the place of the router's. `ops`: the back end whose
+    operations it is made of; one may give it as fewer launches.
+    """
+    norm = operation(ops, "zero_centred_rms_norm" if block.zero_centred else "rms_norm")
+    h, residual = norm(x, block.norm, block.eps, residual)
+    scores, experts = ops.linear(h, block.router), block.experts
+    weights, ids = ops.route(
+        scores[:, :experts] if logits is None else logits,
+        block.top_k, block.scoring, block.normalize, block.bias, live,
+    )  # fmt: skip
+    shared = gate = None
+    if block.shared_gate_up is not None:
+        shared = ops.linear(ops.silu_and_mul(ops.linear(h, block.shared_gate_up)), block.shared_down)
+        gate = scores[:, experts] if scores.shape[1] > experts else None
+    y = ops.moe(h, ids, weights, table, block.layout, touched, shared, gate)
+    return norm(y, next_norm, block.eps, residual)
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:

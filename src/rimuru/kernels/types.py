@@ -156,6 +156,29 @@ class ExpertLayout:
         return self.down_offset + _up(self.hidden * self.intermediate * self.dtype.itemsize, ALIGN)
 
 
+@dataclass(frozen=True, slots=True)
+class MoeBlock:
+    """The dense parameters of a MoE feed-forward and of the norm before it, in the model's dtype.
+
+    router `[E, H]`, or `[E + 1, H]` where its last row is the gate of the shared expert. The shared
+    expert of `S` columns: shared_gate_up `[2 * S, H]` (gate, then up), shared_down `[H, S]`. bias: float32
+    `[E]`, corrects the choice of experts and not their weights.
+    """
+
+    norm: torch.Tensor  # [H]
+    eps: float
+    router: torch.Tensor
+    experts: int
+    top_k: int
+    layout: ExpertLayout
+    scoring: str = "softmax"
+    normalize: bool = True
+    bias: torch.Tensor | None = None
+    shared_gate_up: torch.Tensor | None = None
+    shared_down: torch.Tensor | None = None
+    zero_centred: bool = False  # RMSNorm with the weight 1 + weight, here and in the norm after it
+
+
 @dataclass(slots=True)
 class StepMeta:
     """What attention needs to know of a step: which tokens belong to which sequence.

@@ -9,6 +9,10 @@ without a compiler, the names below are the twin's.
 
 from __future__ import annotations
 
+import functools
+import sys
+
+from .. import reference
 from ..reference import apply_edits, embed, rope_table
 from . import build, ops
 
@@ -26,12 +30,15 @@ else:
         silu_and_mul,
     )
 
+moe_block = functools.partial(reference.moe_block, ops=sys.modules[__name__])
+
 __all__ = [
     "apply_edits",
     "attention",
     "embed",
     "linear",
     "moe",
+    "moe_block",
     "move_pages",
     "qkv_to_cache",
     "rms_norm",

@@ -6,11 +6,13 @@ imported here and nowhere lazily; `from rimuru.kernels.triton.moe import ...` st
 
 from __future__ import annotations
 
-from ..reference import linear, rope_table  # cuBLAS, and a table built once at load
+from ..reference import rope_table  # built once at load
 from .attention import attention
 from .embed import embed
+from .linear import linear
 from .moe import moe, moe_gather
-from .norm_rope import qkv_to_cache, rms_norm, silu_and_mul
+from .moe_block import moe_block
+from .norm_rope import qkv_to_cache, rms_norm, silu_and_mul, zero_centred_rms_norm
 from .route import route
 from .tables import apply_edits, move_pages
 
@@ -20,6 +22,7 @@ __all__ = [
     "embed",
     "linear",
     "moe",
+    "moe_block",
     "moe_gather",
     "move_pages",
     "qkv_to_cache",
@@ -27,4 +30,5 @@ __all__ = [
     "rope_table",
     "route",
     "silu_and_mul",
+    "zero_centred_rms_norm",
 ]

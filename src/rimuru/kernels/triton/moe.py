@@ -10,8 +10,8 @@ link is full with a few dozen and slows down with a thousand); every other progr
 the pool, and the hardware hands those out as multiprocessors come free. A host expert whose rows
 fit one M block crosses the link once.
 
-A shared expert of `m * intermediate` columns can ride along as `m` always-on experts: append its
-slices to the table and `(gate, slice)` to weights and ids. The layers run it densely instead.
+A shared expert of `m * intermediate` columns can ride along as `m` experts that every token goes to
+(`moe_block`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ..types import ALIGN, EXPERT_ADDRESS, ExpertLayout
+from ..types import ALIGN, EXPERT_ADDRESS, ExpertLayout, MoeBlock
 from .align import HEADER, Alignment, align
-from .moe_tiles import Tile, choose
+from .launch import begin, dependent
+from .moe_tiles import Pair, Tile, choose
 
 _ADDRESS = tl.constexpr(EXPERT_ADDRESS)
 HOST_LANES = 64
@@ -32,27 +33,40 @@ HOST_LANES = 64
 
 @triton.jit
 def _tile(
-    a, out, page, pairs, row, rows, column,
-    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, GATE_UP: tl.constexpr,
+    a, out, weight, pairs, row, rows, column, piece, base,
+    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, GATE_UP: tl.constexpr, SLICES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """`rows` sorted rows from `row` on, times the weight rows of output columns from `column` on."""
+    """`rows` sorted rows from `row` on, times the weight rows of output columns from `column` on.
+
+    With SLICES, of slice `piece` of the shared expert: rows are tokens, those of `act` and `parts` lie from
+    `base` on.
+    """
     WIDTH: tl.constexpr = BLOCK_N // 2 if GATE_UP else BLOCK_N  # output columns of a tile
     COLUMNS: tl.constexpr = N // 2 if GATE_UP else N
     dtype = a.dtype.element_ty
     live = tl.arange(0, BLOCK_M) < rows
     row += tl.arange(0, BLOCK_M)
-    pair = tl.load(pairs + row, mask=live, other=0)
     n = tl.arange(0, BLOCK_N)
     # Gate and up rows alternate, so that the two halves of a column meet in one thread.
     feature = column + (n // 2 if GATE_UP else n)
     if COLUMNS % WIDTH:
         feature = tl.minimum(feature, COLUMNS - 1)
-    weight_row = feature + n % 2 * COLUMNS if GATE_UP else feature
-    a_row = pair // TOP_K if GATE_UP else row
     k = tl.arange(0, BLOCK_K)
+    if SLICES:
+        out_row = base + row * SLICES + piece
+        a_row = row if GATE_UP else out_row
+        if GATE_UP:
+            w_row = (piece * COLUMNS + feature + n % 2 * (SLICES * COLUMNS)) * K
+        else:
+            w_row = feature * (SLICES * K) + piece * K
+    else:
+        pair = tl.load(pairs + row, mask=live, other=0)
+        out_row = row if GATE_UP else pair
+        a_row = pair // TOP_K if GATE_UP else row
+        w_row = (feature + n % 2 * COLUMNS if GATE_UP else feature) * K
     a_at = a + a_row.to(tl.int64)[:, None] * K + k[None, :]
-    w_at = page + weight_row[None, :] * K + k[:, None]
+    w_at = weight + w_row[None, :] + k[:, None]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, K, BLOCK_K):
         if K % BLOCK_K:
@@ -71,7 +85,6 @@ def _tile(
         result = gate / (1.0 + tl.exp(-gate)) * up.to(dtype).to(tl.float32)
     else:
         result = acc
-    out_row = row if GATE_UP else pair
     at = column + tl.arange(0, WIDTH)
     keep = live[:, None]
     if COLUMNS % WIDTH:
@@ -79,44 +92,69 @@ def _tile(
     tl.store(out + out_row.to(tl.int64)[:, None] * COLUMNS + at[None, :], result.to(dtype), mask=keep)
 
 
-@triton.jit(do_not_specialize=["room", "lanes"])
+@triton.jit(do_not_specialize=["tokens", "room", "lanes"])
 def _expert_kernel(
-    a, out, work, room, lanes,
+    a, out, shared, work, tokens, room, lanes,
     PART: tl.constexpr,  # bytes from the page's start to this product's weights
-    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, GATE_UP: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, GATE_UP: tl.constexpr, SLICES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    FEW_M: tl.constexpr, FEW_K: tl.constexpr,
+    FEW_M: tl.constexpr, FEW_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One product of every block of the plan. `N` is rows of the weight, 2 * intermediate for gate_up.
 
     gate_up: `a` is x `[T, K]`, `out` the activation `[pairs, N / 2]` in sorted order.
     down: `a` is that activation, `out` `[pairs, N]` in pair order.
+    With SLICES, also of the shared expert, as `moe_rows` lays it out. Grid: lanes, shared tiles, pool tiles.
     """
     WIDTH: tl.constexpr = BLOCK_N // 2 if GATE_UP else BLOCK_N
     TILES: tl.constexpr = ((N // 2 if GATE_UP else N) + WIDTH - 1) // WIDTH
     program = tl.program_id(0)
+    begin(PDL)
     pairs = work + HEADER + 8 * room
     blocks = work + HEADER
-    if program < lanes:
-        first, last, step = program, tl.load(work) * TILES, lanes
-        blocks += 4 * room
-    else:
-        first, last, step = program - lanes, room * TILES, tl.num_programs(0) - lanes
-    for tile in range(first, last, step):
-        block = blocks + tile // TILES * 4
-        address = tl.load(block.to(tl.pointer_type(tl.int64))) + PART
-        row, rows = tl.load(block + 2), tl.load(block + 3)
-        # The alignment of an address out of a table is unknown to the compiler: without this hint
-        # loads are narrow and not pipelined, at a third of the speed.
-        page = tl.multiple_of(address.to(tl.pointer_type(a.dtype.element_ty)), 256)
+    dense = 0
+    if SLICES:
+        dense = SLICES * TILES * tl.cdiv(tokens, BLOCK_M)
+    if SLICES and program >= lanes and program < lanes + dense:
+        tile = (program - lanes) % (SLICES * TILES)
+        row = (program - lanes) // (SLICES * TILES) * BLOCK_M
         column = tile % TILES * WIDTH
+        rows = tl.minimum(tokens - row, BLOCK_M)
         if rows > FEW_M:
             _tile(
-                a, out, page, pairs, row, rows, column, N, K, TOP_K, GATE_UP, BLOCK_M, BLOCK_N, BLOCK_K
+                a, out, shared, pairs, row, rows, column, tile // TILES, tokens * TOP_K,
+                N, K, TOP_K, GATE_UP, SLICES, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
-        elif FEW_M > 0:  # noqa: SIM102 (this test is made while compiling, the next one by the program)
-            if rows > 0:
-                _tile(a, out, page, pairs, row, rows, column, N, K, TOP_K, GATE_UP, FEW_M, BLOCK_N, FEW_K)
+        elif FEW_M > 0:
+            _tile(
+                a, out, shared, pairs, row, rows, column, tile // TILES, tokens * TOP_K,
+                N, K, TOP_K, GATE_UP, SLICES, FEW_M, BLOCK_N, FEW_K,
+            )  # fmt: skip
+    else:
+        if program < lanes:
+            first, last, step = program, tl.load(work) * TILES, lanes
+            blocks += 4 * room
+        else:
+            first, last, step = program - lanes - dense, room * TILES, tl.num_programs(0) - lanes - dense
+        for tile in range(first, last, step):
+            block = blocks + tile // TILES * 4
+            address = tl.load(block.to(tl.pointer_type(tl.int64))) + PART
+            row, rows = tl.load(block + 2), tl.load(block + 3)
+            # The alignment of an address out of a table is unknown to the compiler: without this hint
+            # loads are narrow and not pipelined, at a third of the speed.
+            page = tl.multiple_of(address.to(tl.pointer_type(a.dtype.element_ty)), 256)
+            column = tile % TILES * WIDTH
+            if rows > FEW_M:
+                _tile(
+                    a, out, page, pairs, row, rows, column, 0, 0,
+                    N, K, TOP_K, GATE_UP, 0, BLOCK_M, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+            elif FEW_M > 0:  # noqa: SIM102 (this test is made while compiling, the next one by the program)
+                if rows > 0:
+                    _tile(
+                        a, out, page, pairs, row, rows, column, 0, 0,
+                        N, K, TOP_K, GATE_UP, 0, FEW_M, BLOCK_N, FEW_K,
+                    )  # fmt: skip
 
 
 @triton.jit
@@ -142,18 +180,33 @@ def _combine_kernel(
 
 
 def _product(
-    a: torch.Tensor, out: torch.Tensor, plan: Alignment, tile: Tile,
-    layout: ExpertLayout, top_k: int, gate_up: bool,
+    a: torch.Tensor, out: torch.Tensor, plan: Alignment, tile: Tile, layout: ExpertLayout, top_k: int,
+    gate_up: bool, tokens: int = 0, shared: torch.Tensor | None = None, pdl: bool = False,
 ) -> None:  # fmt: skip
     n, k = (2 * layout.intermediate, layout.hidden) if gate_up else (layout.hidden, layout.intermediate)
-    tiles = plan.room * triton.cdiv(n, tile.n)
-    lanes = min(HOST_LANES, tiles)
-    _expert_kernel[(lanes + tiles,)](
-        a, out, plan.work, plan.room, lanes,
-        PART=0 if gate_up else layout.down_offset, N=n, K=k, TOP_K=top_k, GATE_UP=gate_up,
-        BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k,
-        FEW_M=tile.few_m, FEW_K=tile.few_k, num_warps=tile.warps, num_stages=tile.stages,
+    # One dimension of the shared expert's weight is the experts', the other `slices` times theirs.
+    slices = 0 if shared is None else shared.numel() // (n * k)
+    tiles = triton.cdiv(n, tile.n)
+    lanes = min(HOST_LANES, plan.room * tiles)
+    dense = slices * triton.cdiv(tokens, tile.m)
+    _expert_kernel[(lanes + (dense + plan.room) * tiles,)](
+        a, out, a if shared is None else shared, plan.work, tokens, plan.room, lanes,
+        PART=0 if gate_up else layout.down_offset, N=n, K=k, TOP_K=top_k, GATE_UP=gate_up, SLICES=slices,
+        BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, FEW_M=tile.few_m, FEW_K=tile.few_k, PDL=pdl,
+        num_warps=tile.warps, num_stages=tile.stages, launch_pdl=pdl,
     )  # fmt: skip
+
+
+def expert_tiles(x: torch.Tensor, plan: Alignment, tiles: Pair, block: MoeBlock) -> torch.Tensor:
+    """Both products: x `[T, H]` -> parts `[T * k + T * slices, H]`, before their weights. As `moe_rows`."""
+    layout, top_k, tokens = block.layout, block.top_k, len(x)
+    slices = 0 if block.shared_down is None else block.shared_down.shape[1] // layout.intermediate
+    act = x.new_empty((tokens * (top_k + slices), layout.intermediate))
+    parts = x.new_empty((tokens * (top_k + slices), layout.hidden))
+    pdl = dependent(x)
+    _product(x, act, plan, tiles[0], layout, top_k, True, tokens, block.shared_gate_up, pdl)
+    _product(act, parts, plan, tiles[1], layout, top_k, False, tokens, block.shared_down, pdl)
+    return parts
 
 
 def moe(

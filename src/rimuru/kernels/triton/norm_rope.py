@@ -11,41 +11,66 @@ import triton
 import triton.language as tl
 
 from ..types import KVView, StepMeta
+from .launch import begin, dependent
+
+
+@triton.jit
+def scaled(h, weight, dtype: tl.constexpr, ZERO_CENTRED: tl.constexpr):
+    """h, normalised in float32, times the weight: rounded before it, or after it where it is zero-centred."""
+    if ZERO_CENTRED:
+        return (h * (1.0 + weight.to(tl.float32))).to(dtype)
+    return weight * h.to(dtype)
 
 
 # Widths are constants: a mask against a value of unknown alignment would split loads into elements.
 @triton.jit
 def rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, stride, eps,
-    WIDTH: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, RESIDUAL: tl.constexpr, ZERO_CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One row. Grid: (T,). `stride` is x's row stride in elements; the other tensors are contiguous."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     live = i < WIDTH
+    weight = tl.load(weight_ptr + i, mask=live, other=0.0)
+    begin(PDL)
     x = tl.load(x_ptr + row * stride + i, mask=live, other=0.0)
     if RESIDUAL:
         x += tl.load(residual_ptr + row * WIDTH + i, mask=live, other=0.0)
         tl.store(sum_ptr + row * WIDTH + i, x, mask=live)
     h = x.to(tl.float32)
     h = h * tl.rsqrt(tl.sum(h * h, 0) / WIDTH + eps)
-    weight = tl.load(weight_ptr + i, mask=live, other=0.0)
-    tl.store(out_ptr + row * WIDTH + i, weight * h.to(x.dtype), mask=live)
+    tl.store(out_ptr + row * WIDTH + i, scaled(h, weight, x.dtype, ZERO_CENTRED), mask=live)
 
 
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """RMSNorm of `x + residual`; see `reference.rms_norm`. x may be a slice of wider rows."""
+    return _rms_norm(x, weight, eps, residual, False)
+
+
+def zero_centred_rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMSNorm with the weight `1 + weight`; see `reference.zero_centred_rms_norm`."""
+    return _rms_norm(x, weight, eps, residual, True)
+
+
+def _rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, zero_centred: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, width = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(out)
     if tokens:
-        block = triton.next_power_of_2(width)
+        block, pdl = triton.next_power_of_2(width), dependent(x)
         rms_norm_kernel[(tokens,)](
             x, out if residual is None else residual.contiguous(), weight, out, total, x.stride(0), eps,
-            WIDTH=width, RESIDUAL=residual is not None, BLOCK=block, num_warps=min(16, max(1, block // 512)),
+            WIDTH=width, RESIDUAL=residual is not None, ZERO_CENTRED=zero_centred, BLOCK=block, PDL=pdl,
+            num_warps=min(16, max(1, block // 512)), launch_pdl=pdl,
         )  # fmt: skip
     return out, total
 
@@ -93,13 +118,14 @@ def qkv_kernel(
     stride, table_stride, layer, eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, GRAIN: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
-    Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A block of heads of one token. Grid: (T, blocks of q heads + 2 x blocks of KV heads)."""
     token = tl.program_id(0)
     part = tl.program_id(1)
     Q_PARTS: tl.constexpr = (Q_HEADS + Q_BLOCK - 1) // Q_BLOCK
     KV_PARTS: tl.constexpr = (KV_HEADS + KV_BLOCK - 1) // KV_BLOCK
+    begin(PDL)
     position = tl.load(positions_ptr + token)
     x_ptr = qkv_ptr + token.to(tl.int64) * stride
     rope_ptr += position.to(tl.int64) * ROTARY
@@ -158,13 +184,15 @@ def qkv_to_cache(
     q_block = triton.next_power_of_2(q_heads if q_kind == 2 else min(q_heads, few))
     kv_block = triton.next_power_of_2(lay.heads if k_kind == 2 else min(lay.heads, few))
     parts = triton.cdiv(q_heads, q_block) + 2 * triton.cdiv(lay.heads, kv_block)
+    pdl = dependent(qkv)
     qkv_kernel[(tokens, parts)](
         qkv, q, kv.pool, kv.table, meta.positions, meta.token_slots, rope,
         qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm,
         qkv.stride(0), kv.table.stride(0), kv.layer, eps,
         Q_HEADS=q_heads, KV_HEADS=lay.heads, DIM=lay.head_dim, ROTARY=rope.shape[1],
         BLOCK_TOKENS=lay.block_tokens, GRAIN=lay.grain_elems, Q_NORM=q_kind, K_NORM=k_kind,
-        Q_BLOCK=q_block, KV_BLOCK=kv_block, BLOCK_D=triton.next_power_of_2(lay.head_dim), num_warps=4,
+        Q_BLOCK=q_block, KV_BLOCK=kv_block, BLOCK_D=triton.next_power_of_2(lay.head_dim), PDL=pdl,
+        num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return q
 

@@ -1,0 +1,35 @@
+"""Programmatic dependent launch: a kernel may be placed on the chip before the one ahead of it has ended.
+
+Room: what the kernels of a decode step share. Rule: a kernel lets the next one be placed only after its
+own wait. So what a kernel reads before its wait must have been written by the last but one kernel or
+earlier, or never change: that one has ended when this one begins.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def begin(PDL: tl.constexpr):
+    """All that the kernel ahead has written is there; the next kernel may be placed."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@lru_cache
+def _early(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def dependent(x: torch.Tensor) -> bool:
+    """Whether a kernel over the rows of x is launched early: few rows, compute capability 9.0 and later.
+
+    With many rows the waiting blocks take the room of working ones.
+    """
+    return len(x) <= 512 and _early(x.device)
