@@ -82,6 +82,16 @@ def test_a_captured_mixed_step_may_hold_decode_alone_or_nothing():
     assert not kernels.attention(q, kv, meta, 0.25).any()
 
 
+@pytest.mark.parametrize("multiprocessors", [1, 3])  # 1 and 4 of the 8 splits that there are blocks for
+def test_a_mixed_step_splits_by_how_many_sequences_decode(multiprocessors, monkeypatch):
+    monkeypatch.setattr(kernels, "_device", lambda device: (multiprocessors, 99))
+    monkeypatch.setattr(kernels.tiles, "MIN_SPLIT", 32)
+    layout = make_layout(torch.float32, 1, 16)
+    assert kernels.tiles.mixed_split_count(5, 1, 3 * 250) == 8
+    compare(layout, [250, 20, 70], [1, 20, 1], 2, padded=(5, 40))
+    assert not kernels._counters(DEVICE).any()
+
+
 def test_many_prompts_take_turns_on_few_blocks():
     # One multiprocessor and 64 tokens: four blocks a head, for nine prompts.
     compare(make_layout(torch.float32, 1, 16), [3] * 6 + [20, 2, 40], [3] * 6 + [2, 2, 39], 1)
@@ -93,7 +103,7 @@ def test_a_window_hides_what_lies_before_it(window):
     compare(layout, [90, 200, 5], [60, 1, 5], 2, window=window)
 
 
-@pytest.mark.parametrize("multiprocessors", [4, 12])  # 4 splits, merged in the kernel; 9, merged by another
+@pytest.mark.parametrize("multiprocessors", [4, 12])  # 4 splits, merged in the kernel; 10, merged by another
 def test_splits_merge_in_order_and_leave_the_counters_at_zero(multiprocessors, monkeypatch):
     monkeypatch.setattr(kernels, "_device", lambda device: (multiprocessors, 99))
     layout = make_layout(torch.float32, 1, 16)
@@ -106,7 +116,7 @@ def test_splits_merge_in_order_and_leave_the_counters_at_zero(multiprocessors, m
 def test_wide_blocks_of_one_a_multiprocessor(lengths, splits, monkeypatch):
     multiprocessors = splits * len(lengths)
     monkeypatch.setattr(kernels, "_device", lambda device: (multiprocessors, 227))
-    assert kernels.wide_split_count(len(lengths), 1, max(lengths), multiprocessors) == splits
+    assert kernels.tiles.wide_split_count(len(lengths), 1, max(lengths), multiprocessors) == splits
     compare(make_layout(torch.bfloat16, 1, 128), lengths, [1] * len(lengths), 3)
 
 
@@ -119,13 +129,13 @@ def test_blocks_of_other_sizes_and_grains():
     compare(make_layout(torch.float32, 1, 16, block_tokens=32, grain=4096), [50, 70], [1, 40], 2, layer=0)
 
 
-def test_a_decode_token_does_not_depend_on_what_its_neighbour_does():
+def test_a_decode_token_does_not_depend_on_its_neighbours_prompt():
     layout = make_layout(torch.float32, 1, 16)
     kv, meta = make_step(layout, [300, 64], [1, 30])
     q = torch.randn(31, 2, 16, device=DEVICE)
-    mixed = kernels.attention(q, kv, meta, 0.25)
-    meta.query_start, meta.max_query_len = torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE), 1
-    assert torch.equal(kernels.attention(q[:2], kv, meta, 0.25)[:1], mixed[:1])
+    beside_thirty = kernels.attention(q, kv, meta, 0.25)[:1]
+    meta.query_start[2], meta.max_query_len = 3, 2
+    assert torch.equal(kernels.attention(q[:3], kv, meta, 0.25)[:1], beside_thirty)
 
 
 def test_unsupported_layouts_are_named():
@@ -138,18 +148,18 @@ def test_unsupported_layouts_are_named():
 
 
 def test_split_count_fills_the_gpu_without_starving_long_sequences():
-    assert kernels.split_count(1, 4, 32_768, 128, 132) == 99
-    assert kernels.split_count(256, 4, 1024, 128, 132) == 1
-    assert kernels.split_count(256, 4, 32_768, 128, 132) == 8
-    assert kernels.split_count(1, 4, 100, 128, 132) == 1
+    assert kernels.tiles.split_count(1, 4, 32_768, 132) == 99
+    assert kernels.tiles.split_count(256, 4, 1024, 132) == 1
+    assert kernels.tiles.split_count(256, 4, 32_768, 132) == 8
+    assert kernels.tiles.split_count(1, 4, 100, 132) == 1
 
 
 def test_wide_blocks_are_for_work_that_they_share_out_evenly():
-    assert kernels.wide_split_count(32, 4, 1024, 132) == 1
-    assert kernels.wide_split_count(32, 4, 32_768, 132) == 0  # a long sequence among short ones
-    assert kernels.wide_split_count(1, 4, 32_768, 132) == 33
-    assert kernels.wide_split_count(1, 4, 4096, 132) == 0  # too short for 33 blocks a head
-    assert kernels.wide_split_count(8, 4, 32_768, 132) == 0  # four partials: narrow blocks merge them
-    assert kernels.wide_split_count(17, 4, 1024, 132) == 0  # half of the multiprocessors would idle
-    assert kernels.wide_split_count(64, 4, 1024, 132) == 0
-    assert kernels.wide_tile(torch.bfloat16, 128, 8, 99) is None
+    assert kernels.tiles.wide_split_count(32, 4, 1024, 132) == 1
+    assert kernels.tiles.wide_split_count(32, 4, 32_768, 132) == 0  # a long sequence among short ones
+    assert kernels.tiles.wide_split_count(1, 4, 32_768, 132) == 33
+    assert kernels.tiles.wide_split_count(1, 4, 4096, 132) == 0  # too short for 33 blocks a head
+    assert kernels.tiles.wide_split_count(8, 4, 32_768, 132) == 0  # four partials: narrow blocks merge them
+    assert kernels.tiles.wide_split_count(17, 4, 1024, 132) == 0  # half of the multiprocessors would idle
+    assert kernels.tiles.wide_split_count(64, 4, 1024, 132) == 0
+    assert kernels.tiles.wide_tile(torch.bfloat16, 128, 8, 99) is None

@@ -9,77 +9,25 @@ tokens are split over thread blocks: one wide block a multiprocessor where that 
 evenly, several narrow ones otherwise. Few partial results of narrow blocks are merged by the last
 block of a head to finish, all others by a second launch; in split order, so that the sum does not
 depend on timing. Longer queries take the prompt kernel (Dao, FlashAttention-2, 2023). A mixed step
-launches both, and each skips what is not its own, so how a token is computed depends on the number of
-sequences in the step and the bound of their lengths, not on what they do.
+launches both, and each skips what is not its own. How a token of a decode step is computed depends on
+the number of sequences and the bound of their lengths, not on what they hold. A captured mixed step is
+mostly padding, so there the kernel looks how many sequences decode, and splits by that.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from ..types import KVLayout, KVView, StepMeta
+from . import attention_tiles as tiles
 
 LOG2E = 1.4426950408889634
-MAX_SPLITS = 128
-MAX_FUSED = tl.constexpr(4)  # splits that the last thread block to finish merges; more take a launch
-BLOCKS_PER_SM = 3  # narrow decode blocks a multiprocessor should find, to keep enough bytes in flight
-WIDE_TOKENS = (512, 8192)  # a wide block reads at least four tiles; a long sequence is not left to one block
-WIDE_SPLITS = 8  # below this many the merge's launch costs more than wide blocks gain
 COUNTERS = 1 << 17  # heads of sequences in one step
-
-
-class Tile(NamedTuple):
-    """Tile sizes of one kernel: rows of queries, cached tokens, warps and pipeline stages."""
-
-    m: int
-    n: int
-    warps: int
-    stages: int
-
-
-def shared_memory_class(capability: tuple[int, int]) -> int:
-    """Shared memory a thread block may use, KiB: 227 (9.0, 10.x), 163 (8.0, 8.7) or 99 (others)."""
-    if capability[0] in (9, 10):
-        return 227
-    return 163 if capability in ((8, 0), (8, 7)) else 99
-
-
-def prompt_tile(dtype: torch.dtype, dim: int, shared: int) -> Tile:
-    """Tile of the prompt kernel for a shared memory class."""
-    if dtype == torch.float32:
-        return Tile(32, 32, 8, 2) if dim <= 128 else Tile(16, 16, 4, 2)
-    if dim <= 64:
-        return Tile(128, 64, 4 if shared == 227 else 8, 3)
-    if dim <= 128:
-        return Tile(128, 128, 8, 3) if shared == 227 else Tile(128, 32, 8, 2)
-    return Tile(128, 32, 8, 2) if shared == 227 else Tile(64, 32, 8, 2)
-
-
-def decode_tile(dtype: torch.dtype, dim: int, group: int, shared: int) -> Tile:
-    """Narrow tile of the decode kernel; `m` holds the query heads of one KV head.
-
-    Small tiles of two warps: several thread blocks a multiprocessor hide each other's latencies
-    better than deep pipelines of one.
-    """
-    rows = max(16, triton.next_power_of_2(group))
-    if dtype == torch.float32:
-        return Tile(rows, 16, 4, 2)
-    stages = 4 if shared > 99 else 3
-    if dim <= 64:
-        return Tile(rows, 64, 2, stages)
-    return Tile(rows, 32, 2, stages) if dim <= 128 else Tile(rows, 32, 4, stages)
-
-
-def wide_tile(dtype: torch.dtype, dim: int, group: int, shared: int) -> Tile | None:
-    """Tile of decode blocks that have a multiprocessor each, or None where there is no such kernel."""
-    if dtype == torch.float32 or dim != 128 or group > 16 or shared != 227:
-        return None
-    return Tile(16, 128, 8, 3)
+BALANCE_TOKENS = tl.constexpr(tiles.BALANCE_TOKENS)
 
 
 def check_supported(layout: KVLayout, q_heads: int) -> None:
@@ -104,6 +52,15 @@ def _page(row_ptr, n, end, BLOCK_TOKENS: tl.constexpr):
 
 
 @triton.jit
+def _inside(n, N: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
+    """Places of tokens n `[N]` in their pages. Tiles begin at a multiple of N."""
+    if N % BLOCK_TOKENS == 0:
+        return tl.arange(0, N) % BLOCK_TOKENS  # the same in every turn of a loop
+    else:
+        return n % BLOCK_TOKENS
+
+
+@triton.jit
 def _prompt_scan(
     acc, total, peak, q, keys, row_ptr, begin, end, at_q, d, scale, window,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, GRAIN: tl.constexpr, KV: tl.constexpr,
@@ -113,8 +70,9 @@ def _prompt_scan(
     page = _page(row_ptr, begin + tl.arange(0, BLOCK_N), end, BLOCK_TOKENS)
     for start in range(begin, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
-        at = keys + (page.to(tl.int64) * GRAIN + n % BLOCK_TOKENS * ROW)[:, None] + d[None, :]
-        k = tl.load(at, mask=(n < end)[:, None], other=0.0)
+        inside = _inside(n, BLOCK_N, BLOCK_TOKENS) * ROW
+        at = (keys + inside[:, None] + d[None, :]) + (page.to(tl.int64) * GRAIN)[:, None]
+        k = tl.load(at, mask=(n < end)[:, None], other=0.0) if MASKED else tl.load(at)
         score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if MASKED:
             seen = (n[None, :] <= at_q[:, None]) & (n < end)[None, :]
@@ -131,11 +89,57 @@ def _prompt_scan(
             weight = tl.exp2(score * scale - base[:, None])
         fade = tl.exp2(peak - base)
         total = total * fade + tl.sum(weight, 1)
-        v = tl.load(at + KV, mask=(n < end)[:, None], other=0.0)
+        v = tl.load(at + KV, mask=(n < end)[:, None], other=0.0) if MASKED else tl.load(at + KV)
         acc = tl.dot(weight.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
         peak = new_peak
         page = _page(row_ptr, n + BLOCK_N, end, BLOCK_TOKENS)
     return acc, total, peak
+
+
+@triton.jit
+def _prompt_tile(
+    q_ptr, keys, table_ptr, out_ptr, query_start_ptr, slots_ptr, seq_lens_ptr,
+    seqs, tokens, table_stride, scale, window, head, seq, offset,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    GRAIN: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Queries `[offset, offset + BLOCK_M)` of a sequence."""
+    first = tl.load(query_start_ptr + seq)
+    queries = tl.load(query_start_ptr + seq + 1, mask=seq < seqs, other=tokens) - first
+    length = tl.load(seq_lens_ptr + seq, mask=seq < seqs, other=0)
+    slot = tl.load(slots_ptr + seq, mask=seq < seqs, other=0).to(tl.int64)
+    KV: tl.constexpr = BLOCK_TOKENS * KV_HEADS * DIM
+    ROW: tl.constexpr = KV_HEADS * DIM
+    d = tl.arange(0, DIM)
+    m = offset + tl.arange(0, BLOCK_M)
+    rows = ((first + m).to(tl.int64) * Q_HEADS + head) * DIM
+    q = tl.load(q_ptr + rows[:, None] + d[None, :], mask=(m < queries)[:, None], other=0.0)
+    at_q = length - queries + m
+    row_ptr = table_ptr + slot * table_stride
+
+    low = tl.maximum(length - queries + offset, 0)  # position of the tile's first query; 0 of padding
+    high = tl.minimum(low + BLOCK_M, length)
+    acc = tl.zeros([BLOCK_M, DIM], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    peak = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    if WINDOW:
+        middle = tl.maximum(low + 1 - window, 0) // BLOCK_N * BLOCK_N
+    elif PRECISION == "ieee":
+        middle = low * 0  # one loop: two of these, without tensor cores, do not fit the registers
+    else:
+        middle = (low + 1) // BLOCK_N * BLOCK_N  # every query of the tile sees all tokens before this
+        acc, total, peak = _prompt_scan(
+            acc, total, peak, q, keys, row_ptr, 0, middle, at_q, d, scale, window,
+            False, False, GRAIN, KV, BLOCK_TOKENS, ROW, BLOCK_N, PRECISION,
+        )  # fmt: skip
+    acc, total, peak = _prompt_scan(
+        acc, total, peak, q, keys, row_ptr, middle, high, at_q, d, scale, window,
+        True, WINDOW, GRAIN, KV, BLOCK_TOKENS, ROW, BLOCK_N, PRECISION,
+    )  # fmt: skip
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    to = out_ptr + rows[:, None] + d[None, :]
+    tl.store(to, acc.to(out_ptr.dtype.element_ty), (m < queries)[:, None])
 
 
 @triton.jit(do_not_specialize=["seqs", "tokens", "table_stride", "layer", "window"])
@@ -144,61 +148,45 @@ def prompt_kernel(
     seqs, tokens, table_stride, layer, scale, window,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     GRAIN: tl.constexpr, SEQS: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, TURNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of queries of one head, sequences of one query left out. Grid: (query heads, any).
+    """Tiles of queries of one head, sequences of one query left out. Grid: (query heads, tiles).
 
     Rows behind the last sequence's count as the queries of one more sequence, which has nothing in the
-    cache: they become zero. SEQS is a power of two above `seqs`.
+    cache: they become zero. SEQS is a power of two above `seqs`. With TURNS the grid may be smaller
+    than the number of tiles, else larger.
     """
     head = tl.program_id(0)
     i = tl.arange(0, SEQS)
     begins = tl.load(query_start_ptr + i, mask=i <= seqs, other=0)
     ends = tl.load(query_start_ptr + 1 + i, mask=i < seqs, other=0)
     counts = tl.where(i == seqs, tokens, ends) - begins
-    tiles = tl.where((counts > 1) | (i == seqs), tl.cdiv(counts, BLOCK_M), 0)
-    following = tl.cumsum(tiles, 0)  # the tile after each sequence's last
-    all_tiles = tl.sum(tiles, 0)
+    needed = tl.where((counts > 1) | (i == seqs), tl.cdiv(counts, BLOCK_M), 0)
+    following = tl.cumsum(needed, 0)  # the tile after each sequence's last
+    all_tiles = tl.sum(needed, 0)
     KV: tl.constexpr = BLOCK_TOKENS * KV_HEADS * DIM
-    ROW: tl.constexpr = KV_HEADS * DIM
-    d = tl.arange(0, DIM)
     keys = pool_ptr + layer.to(tl.int64) * (2 * KV) + head // (Q_HEADS // KV_HEADS) * DIM
-    for turn in range(tl.program_id(1), all_tiles, tl.num_programs(1)):
-        tile = all_tiles - 1 - turn  # the longest rows first
-        seq = tl.sum((following <= tile).to(tl.int32), 0)
-        offset = (tile - tl.sum(tl.where(i < seq, tiles, 0), 0)) * BLOCK_M
-        first = tl.load(query_start_ptr + seq)
-        queries = tl.load(query_start_ptr + seq + 1, mask=seq < seqs, other=tokens) - first
-        length = tl.load(seq_lens_ptr + seq, mask=seq < seqs, other=0)
-        slot = tl.load(slots_ptr + seq, mask=seq < seqs, other=0).to(tl.int64)
-        m = offset + tl.arange(0, BLOCK_M)
-        rows = ((first + m).to(tl.int64) * Q_HEADS + head) * DIM
-        q = tl.load(q_ptr + rows[:, None] + d[None, :], mask=(m < queries)[:, None], other=0.0)
-        at_q = length - queries + m
-        row_ptr = table_ptr + slot * table_stride
-
-        low = tl.maximum(length - queries + offset, 0)  # position of the tile's first query; 0 of padding
-        high = tl.minimum(low + BLOCK_M, length)
-        acc = tl.zeros([BLOCK_M, DIM], tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        peak = tl.full([BLOCK_M], -float("inf"), tl.float32)
-        if WINDOW:
-            middle = tl.maximum(low + 1 - window, 0) // BLOCK_N * BLOCK_N
-        elif PRECISION == "ieee":
-            middle = low * 0  # one loop: two of these, without tensor cores, do not fit the registers
-        else:
-            middle = (low + 1) // BLOCK_N * BLOCK_N  # every query of the tile sees all tokens before this
-            acc, total, peak = _prompt_scan(
-                acc, total, peak, q, keys, row_ptr, 0, middle, at_q, d, scale, window,
-                False, False, GRAIN, KV, BLOCK_TOKENS, ROW, BLOCK_N, PRECISION,
+    if TURNS:
+        for turn in range(tl.program_id(1), all_tiles, tl.num_programs(1)):
+            tile = all_tiles - 1 - turn  # the longest rows first
+            seq = tl.sum((following <= tile).to(tl.int32), 0)
+            offset = (tile - tl.sum(tl.where(i < seq, needed, 0), 0)) * BLOCK_M
+            _prompt_tile(
+                q_ptr, keys, table_ptr, out_ptr, query_start_ptr, slots_ptr, seq_lens_ptr,
+                seqs, tokens, table_stride, scale, window, head, seq, offset,
+                Q_HEADS, KV_HEADS, DIM, BLOCK_TOKENS, GRAIN, WINDOW, BLOCK_M, BLOCK_N, PRECISION,
             )  # fmt: skip
-        acc, total, peak = _prompt_scan(
-            acc, total, peak, q, keys, row_ptr, middle, high, at_q, d, scale, window,
-            True, WINDOW, GRAIN, KV, BLOCK_TOKENS, ROW, BLOCK_N, PRECISION,
+    else:
+        tile = all_tiles - 1 - tl.program_id(1)
+        if tile < 0:
+            return
+        seq = tl.sum((following <= tile).to(tl.int32), 0)
+        offset = (tile - tl.sum(tl.where(i < seq, needed, 0), 0)) * BLOCK_M
+        _prompt_tile(
+            q_ptr, keys, table_ptr, out_ptr, query_start_ptr, slots_ptr, seq_lens_ptr,
+            seqs, tokens, table_stride, scale, window, head, seq, offset,
+            Q_HEADS, KV_HEADS, DIM, BLOCK_TOKENS, GRAIN, WINDOW, BLOCK_M, BLOCK_N, PRECISION,
         )  # fmt: skip
-        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        to = out_ptr + rows[:, None] + d[None, :]
-        tl.store(to, acc.to(out_ptr.dtype.element_ty), (m < queries)[:, None])
 
 
 @triton.jit
@@ -212,44 +200,69 @@ def _split_size(tokens, splits, BLOCK_N: tl.constexpr, MIN_SPLIT: tl.constexpr):
     return tl.maximum(tl.cdiv(tl.cdiv(tokens, splits), BLOCK_N) * BLOCK_N, MIN_SPLIT)
 
 
-@triton.jit(do_not_specialize=["splits", "padded", "table_stride", "layer", "window"])
+@triton.jit
+def _fair_splits(
+    query_start_ptr, seq_lens_ptr, seqs, splits, blocks, SEQS: tl.constexpr, KV_HEADS: tl.constexpr
+):
+    """As many splits as `blocks` thread blocks give each of the step's decode sequences, at most `splits`.
+
+    A long sequence must not be left to one block, however many others there are.
+    """
+    i = tl.arange(0, SEQS)
+    queries = tl.load(query_start_ptr + 1 + i, mask=i < seqs, other=0) - tl.load(
+        query_start_ptr + i, mask=i < seqs, other=0
+    )
+    lengths = tl.where(queries == 1, tl.load(seq_lens_ptr + i, mask=i < seqs, other=0), 0)
+    live = tl.sum((lengths > 0).to(tl.int32), 0)
+    fill = tl.cdiv(blocks, tl.maximum(live, 1) * KV_HEADS)
+    return tl.minimum(splits, tl.maximum(fill, tl.cdiv(tl.max(lengths, 0), BALANCE_TOKENS)))
+
+
+@triton.jit(do_not_specialize=["padded", "blocks", "table_stride", "layer", "window"])
 def decode_kernel(
     q_ptr, pool_ptr, table_ptr, out_ptr, partial_ptr, lse_ptr, counter_ptr,
-    query_start_ptr, slots_ptr, seq_lens_ptr, splits, padded, table_stride, layer, scale, window,
+    query_start_ptr, slots_ptr, seq_lens_ptr, padded, blocks, table_stride, layer, scale, window,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     GRAIN: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    MIN_SPLIT: tl.constexpr, ROWS: tl.constexpr, FUSED: tl.constexpr, PDL: tl.constexpr,
-    PRECISION: tl.constexpr,
+    MIN_SPLIT: tl.constexpr, ROWS: tl.constexpr, FUSED: tl.constexpr, MIXED: tl.constexpr,
+    PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The query heads of one KV head against one split of one sequence. Grid: (KV heads, splits, S).
+    """The query heads of one KV head against one split of one sequence. Grid: (KV heads, S, splits).
 
     Partials: float32 `[S, KV heads, splits, ROWS, DIM]` with ROWS the group rounded up to a power
     of two; lse: float32 `[S, KV heads, splits, ROWS]` in base 2; counters start and end at zero.
-    Rows from the last sequence's to `padded` (at most S) become zero.
+    Rows from the last sequence's to `padded` (at most S) become zero. FUSED: partials that the last
+    block merges at a time, 0 for `merge_kernel`. MIXED: 0, or a power of two from S on: only as many of
+    the splits are used as the sequences that decode in this step have use for.
     With PDL the grid may be placed before the kernel ahead of it has ended, and lets the next one be.
     """
-    head, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if PDL:
-        tl.extra.cuda.gdc_wait()  # before any read: nothing here knows what that kernel writes
+    head, seq, split, splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     # All loads before any branch, so that their latencies overlap.
     length = tl.load(seq_lens_ptr + seq)
     first = tl.load(query_start_ptr + seq)
     following = tl.load(query_start_ptr + seq + 1)
     slot = tl.load(slots_ptr + seq).to(tl.int64)
-    rest = tl.load(query_start_ptr + tl.num_programs(2))
+    rest = tl.load(query_start_ptr + tl.num_programs(1))
     d = tl.arange(0, DIM)
     m = tl.arange(0, BLOCK_M)
     rows = ((first.to(tl.int64) * KV_HEADS + head) * GROUP + m) * DIM
     empty = (following - first == 1) & (length == 0)
     if (split == 0) & (empty | ((rest <= seq) & (seq < padded))):
+        if PDL:
+            tl.extra.cuda.gdc_wait()  # the row may be memory that the kernel ahead still reads
         row = tl.where(empty, first, seq).to(tl.int64)
         at = ((row * KV_HEADS + head) * GROUP + m) * DIM
         zero = tl.zeros([BLOCK_M, DIM], out_ptr.dtype.element_ty)
         tl.store(out_ptr + at[:, None] + d[None, :], zero, (m < GROUP)[:, None])
     if (following - first != 1) | (length == 0):
         return
+    share = splits
+    if MIXED > 0:
+        share = _fair_splits(
+            query_start_ptr, seq_lens_ptr, tl.num_programs(1), splits, blocks, MIXED, KV_HEADS
+        )
     low = _low(length, window, WINDOW, BLOCK_N)
-    size = _split_size(length - low, splits, BLOCK_N, MIN_SPLIT)
+    size = _split_size(length - low, share, BLOCK_N, MIN_SPLIT)
     used = tl.cdiv(length - low, size)
     if split >= used:
         return
@@ -265,12 +278,14 @@ def decode_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     peak = tl.full([BLOCK_M], -float("inf"), tl.float32)
     page = _page(row_ptr, begin + tl.arange(0, BLOCK_N), end, BLOCK_TOKENS)
-    # After the pages, for which K and V wait.
+    if PDL:
+        tl.extra.cuda.gdc_wait()  # what was read so far is not the kernel ahead's to write
     q = tl.load(q_ptr + rows[:, None] + d[None, :], mask=(m < GROUP)[:, None], other=0.0)
     for start in range(begin, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         live = n < end
-        at = keys + (page.to(tl.int64) * GRAIN + n % BLOCK_TOKENS * ROW)[:, None] + d[None, :]
+        inside = _inside(n, BLOCK_N, BLOCK_TOKENS) * ROW
+        at = (keys + inside[:, None] + d[None, :]) + (page.to(tl.int64) * GRAIN)[:, None]
         k = tl.load(at, mask=live[:, None], other=0.0)
         v = tl.load(at + KV, mask=live[:, None], other=0.0)
         score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
@@ -297,24 +312,31 @@ def decode_kernel(
     mine = (owner * splits + split).to(tl.int64) * ROWS + m
     tl.store(partial_ptr + mine[:, None] * DIM + d[None, :], acc, (m < GROUP)[:, None])
     tl.store(lse_ptr + mine, peak + tl.log2(total), m < GROUP)
-    if FUSED:
+    if FUSED > 0:
         tl.debug_barrier()  # every thread's partial is written before the count that announces it
         if tl.atomic_add(counter_ptr + owner, 1, sem="acq_rel") == used - 1:
             tl.store(counter_ptr + owner, 0)
             r = tl.arange(0, ROWS)
-            s = tl.arange(0, MAX_FUSED)
-            ok = (s < used)[:, None] & (r < GROUP)[None, :]
-            theirs = ((owner * splits).to(tl.int64) + s)[:, None] * ROWS + r[None, :]
-            lse = tl.load(lse_ptr + theirs, mask=ok, other=-float("inf"), cache_modifier=".cg")
-            part = tl.load(
-                partial_ptr + theirs[:, :, None] * DIM + d[None, None, :],
-                mask=ok[:, :, None], other=0.0, cache_modifier=".cg",
-            )  # fmt: skip
-            top = tl.max(lse, 0)
-            share = tl.exp2(lse - tl.where(r < GROUP, top, 0.0)[None, :])
-            value = tl.sum(part * share[:, :, None], 0) / tl.where(r < GROUP, tl.sum(share, 0), 1.0)[:, None]
+            value = tl.zeros([ROWS, DIM], tl.float32)
+            norm = tl.zeros([ROWS], tl.float32)
+            top = tl.full([ROWS], -float("inf"), tl.float32)
+            for done in range(0, used, FUSED):
+                s = done + tl.arange(0, FUSED)
+                theirs = ((owner * splits).to(tl.int64) + s)[:, None] * ROWS + r[None, :]
+                ok = (s < used)[:, None] & (r < GROUP)[None, :]
+                lse = tl.load(lse_ptr + theirs, mask=ok, other=-float("inf"), cache_modifier=".cg")
+                part = tl.load(
+                    partial_ptr + theirs[:, :, None] * DIM + d[None, None, :],
+                    mask=ok[:, :, None], other=0.0, cache_modifier=".cg",
+                )  # fmt: skip
+                new_top = tl.where(r < GROUP, tl.maximum(top, tl.max(lse, 0)), 0.0)
+                weights = tl.exp2(lse - new_top[None, :])
+                fade_r = tl.exp2(top - new_top)
+                value = value * fade_r[:, None] + tl.sum(part * weights[:, :, None], 0)
+                norm = norm * fade_r + tl.sum(weights, 0)
+                top = new_top
+            value = (value / tl.where(norm == 0.0, 1.0, norm)[:, None]).to(out_ptr.dtype.element_ty)
             to = ((first.to(tl.int64) * KV_HEADS + head) * GROUP + r) * DIM
-            value = value.to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + to[:, None] + d[None, :], value, (r < GROUP)[:, None])
 
 
@@ -327,12 +349,12 @@ def merge_kernel(
 ):  # fmt: skip
     """One query head's partials, in split order. Grid: (query heads, S)."""
     head, seq = tl.program_id(0), tl.program_id(1)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     length = tl.load(seq_lens_ptr + seq)
     first = tl.load(query_start_ptr + seq)
     following = tl.load(query_start_ptr + seq + 1)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     low = _low(length, window, WINDOW, BLOCK_N)
     used = tl.cdiv(length - low, _split_size(length - low, splits, BLOCK_N, MIN_SPLIT))
     if (following - first != 1) | (used < 2):
@@ -363,7 +385,7 @@ def _device(device: torch.device) -> tuple[int, int]:
     if device.type != "cuda":
         return 1, 99
     properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, shared_memory_class((properties.major, properties.minor))
+    return properties.multi_processor_count, tiles.shared_memory_class((properties.major, properties.minor))
 
 
 @functools.cache
@@ -372,30 +394,6 @@ def _counters(device: torch.device) -> torch.Tensor:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("run attention once before capturing it: its counters must outlive the graph")
     return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
-
-
-def split_count(seqs: int, kv_heads: int, max_seq_len: int, min_split: int, multiprocessors: int) -> int:
-    """How many narrow blocks share a sequence: enough to fill the GPU, from host values only.
-
-    A large batch needs none for that, but a long sequence in it must not be left to one block.
-    """
-    fill = -(-BLOCKS_PER_SM * multiprocessors // (seqs * kv_heads))
-    balance = min(8, -(-max_seq_len // 2048))
-    return max(1, min(max(fill, balance), MAX_SPLITS, -(-max_seq_len // min_split)))
-
-
-def wide_split_count(seqs: int, kv_heads: int, max_seq_len: int, multiprocessors: int) -> int:
-    """How many wide blocks share a sequence; 0 where one a multiprocessor would not share the work well.
-
-    From host values only. Without a split nothing is merged; with many, each block reads enough for
-    the merge to be small beside it.
-    """
-    least, most = WIDE_TOKENS
-    fit = multiprocessors // (seqs * kv_heads)
-    splits = min(fit, -(-max_seq_len // least), MAX_SPLITS)
-    busy = splits * seqs * kv_heads >= 0.8 * multiprocessors
-    merges_well = splits == 1 or splits >= WIDE_SPLITS
-    return splits if busy and merges_well and max_seq_len <= most * splits else 0
 
 
 def attention(q: torch.Tensor, kv: KVView, meta: StepMeta, scale: float, window: int = 0) -> torch.Tensor:
@@ -418,44 +416,50 @@ def attention(q: torch.Tensor, kv: KVView, meta: StepMeta, scale: float, window:
     stride, scale = kv.table.stride(0), scale * LOG2E
     mixed = meta.max_query_len > 1 or tokens > seqs
     if mixed:
-        tile = prompt_tile(q.dtype, dim, shared)
-        # Two thread blocks a multiprocessor, or one for each tile of one long prompt; more tiles than
-        # these take turns, so that padding sequences cost no blocks.
+        tile = tiles.prompt_tile(q.dtype, dim, shared, -(-tokens // 128) * q_heads <= multiprocessors)
+        most = tokens // tile.m + seqs  # tiles, if every sequence has a last one that is not full
+        # Two thread blocks a multiprocessor, or one for each tile of one long prompt. Where most of the
+        # others would find no tile, as with padding sequences, tiles beyond these take turns.
         blocks = max(-(-tokens // tile.m), -(-2 * multiprocessors // q_heads))
-        prompt_kernel[(q_heads, min(blocks, tokens // tile.m + seqs))](
+        turns = most > 2 * blocks
+        prompt_kernel[(q_heads, blocks if turns else most)](
             q, kv.pool, kv.table, out, *where, seqs, tokens, stride, kv.layer, scale, window,
             Q_HEADS=q_heads, KV_HEADS=lay.heads, DIM=dim, BLOCK_TOKENS=lay.block_tokens,
             GRAIN=lay.grain_elems, SEQS=max(64, triton.next_power_of_2(seqs + 1)), WINDOW=window > 0,
-            BLOCK_M=tile.m, BLOCK_N=tile.n, PRECISION=precision, num_warps=tile.warps, num_stages=tile.stages,
+            BLOCK_M=tile.m, BLOCK_N=tile.n, TURNS=turns, PRECISION=precision,
+            num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
-    tile = decode_tile(q.dtype, dim, group, shared)
-    min_split = max(128, tile.n)
-    splits = split_count(seqs, lay.heads, meta.max_seq_len, min_split, multiprocessors)
-    wider = wide_tile(q.dtype, dim, group, shared)
-    wide_splits = wider and wide_split_count(seqs, lay.heads, meta.max_seq_len, multiprocessors)
-    if wider and wide_splits:
-        tile, splits = wider, wide_splits
-    wide = tile is wider
+    tile, wide_splits = tiles.decode_tile(q.dtype, dim, group, shared), 0
+    if mixed:
+        splits = tiles.mixed_split_count(seqs, lay.heads, meta.max_seq_len)
+    else:
+        splits = tiles.split_count(seqs, lay.heads, meta.max_seq_len, multiprocessors)
+        if wider := tiles.wide_tile(q.dtype, dim, group, shared):
+            wide_splits = tiles.wide_split_count(seqs, lay.heads, meta.max_seq_len, multiprocessors)
+            tile, splits = (wider, wide_splits) if wide_splits else (tile, splits)
     rows = triton.next_power_of_2(group)
     if seqs * lay.heads > COUNTERS:
         raise ValueError(f"a step holds at most {COUNTERS // lay.heads} sequences, got {seqs}")
     scratch = seqs * lay.heads * splits * rows
     partial = torch.empty(scratch * (dim + 1), dtype=torch.float32, device=q.device)
     lse = partial[scratch * dim :]
-    fused = not wide and splits <= MAX_FUSED.value
-    pdl = wide and q.is_cuda  # narrow blocks keep every multiprocessor full: an early grid takes their room
-    decode_kernel[(lay.heads, splits, seqs)](
+    fused = not wide_splits and splits <= tiles.MAX_FUSED
+    # Where narrow blocks fill the GPU, an early grid would take the room of working ones.
+    alone = wide_splits or splits * seqs * lay.heads <= 2 * multiprocessors
+    pdl = bool(alone) and not mixed and q.is_cuda and shared == 227
+    decode_kernel[(lay.heads, seqs, splits)](
         q, kv.pool, kv.table, out, partial, lse, _counters(q.device), *where,
-        splits, 0 if mixed else tokens, stride, kv.layer, scale, window,
+        0 if mixed else tokens, tiles.BLOCKS_PER_SM * multiprocessors, stride, kv.layer, scale, window,
         KV_HEADS=lay.heads, GROUP=group, DIM=dim, BLOCK_TOKENS=lay.block_tokens, GRAIN=lay.grain_elems,
-        WINDOW=window > 0, BLOCK_M=tile.m, BLOCK_N=tile.n, MIN_SPLIT=min_split, ROWS=rows,
-        FUSED=fused, PDL=pdl, PRECISION=precision, num_warps=tile.warps, num_stages=tile.stages,
-        launch_pdl=pdl,
+        WINDOW=window > 0, BLOCK_M=tile.m, BLOCK_N=tile.n, MIN_SPLIT=tiles.MIN_SPLIT, ROWS=rows,
+        FUSED=max(1, min(8, 4096 // (rows * dim))) if fused else 0,
+        MIXED=max(64, triton.next_power_of_2(seqs)) if mixed else 0,
+        PDL=pdl, PRECISION=precision, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=pdl,
     )  # fmt: skip
     if splits > 1 and not fused:
         merge_kernel[(q_heads, seqs)](
             partial, lse, out, meta.query_start, meta.seq_lens, splits, window,
-            KV_HEADS=lay.heads, GROUP=group, DIM=dim, WINDOW=window > 0, BLOCK_N=tile.n, MIN_SPLIT=min_split,
-            ROWS=rows, STEP=32, PDL=pdl, num_warps=4, launch_pdl=pdl,
+            KV_HEADS=lay.heads, GROUP=group, DIM=dim, WINDOW=window > 0, BLOCK_N=tile.n,
+            MIN_SPLIT=tiles.MIN_SPLIT, ROWS=rows, STEP=32, PDL=pdl, num_warps=4, launch_pdl=pdl,
         )  # fmt: skip
     return out
