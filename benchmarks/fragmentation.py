@@ -200,7 +200,7 @@ def replay(requests: list[Request], parents: int, outcome: Outcome) -> Outcome:
             start = time.thread_time_ns()
             run.cache.take_back_reserved()
             cached = run.cache.evictable_blocks()
-            moves += len(run.cache.compact(most=1 << 30, over_cached=outcome.caching))
+            moves += len(run.cache.compact(most=1 << 50, over_cached=outcome.caching))
             outcome.forgotten += cached - run.cache.evictable_blocks()
             spent += time.thread_time_ns() - start
             calls += 1

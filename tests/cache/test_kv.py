@@ -138,15 +138,16 @@ class AnyLife(RuleBasedStateMachine):
     @rule(most=st.sampled_from([1, 3, 100]), pins=st.integers(0, 3), over_cached=st.booleans())
     def compact(self, most, pins, over_cached):
         """Nothing in use is lost: every block shows what it showed, at its new place."""
+        size = max(c.page_bytes for c in self.allocator.geometry.classes)
         before = {slot: self.pages(slot) for slot in self.total}
         cached = self.cache.counts().cached
-        moves = self.cache.compact(most, lambda cls, page: page % 4 < pins, over_cached)
+        moves = self.cache.compact(most * size, lambda cls, page: page % 4 < pins, over_cached)
         assert 0 <= cached - self.cache.counts().cached <= (len(moves) if over_cached else 0)
         assert all(m.source % 4 >= pins for m in moves)
         for cls, groups in self.cache._groups_of.items():
             new = {m.source: m.target for m in moves if m.cls == cls}
             assert new.keys().isdisjoint(new.values())
-            assert len(new) <= most
+            assert len(new) * self.allocator.geometry.classes[cls].page_bytes <= most * size
 
             def moved(pages, groups=groups, new=new):
                 return tuple(new.get(p, p) if g in groups else p for g, p in enumerate(pages))
@@ -355,7 +356,7 @@ def test_compaction_leaves_one_partly_used_parent_and_moves_the_tables_with_it()
     for slot in (0, 2, 4):
         cache.release(slot)
     whole = cache.allocator.whole_free()
-    moves = cache.compact(most=1000)
+    moves = cache.compact(most=1 << 40)
     assert moves
     assert cache.allocator.whole_free() > whole
     assert len(cache.allocator.open_parents(cls)) <= 1
@@ -375,7 +376,7 @@ def test_moving_over_cached_blocks_parts_them_from_those_in_use():
         cache.commit(slot, keys_of([slot] * 32), 8)
     for slot in (0, 2, 4):
         cache.release(slot)
-    moves = cache.compact(most=1000, over_cached=True)
+    moves = cache.compact(most=1 << 40, over_cached=True)
     spare = {cache.allocator.parent_of(cls, page) for page in cache.spare_pages(cls)}
     used = {cache.allocator.parent_of(cls, page) for slot in (1, 3, 5) for page in cache.row(slot)}
     assert moves
@@ -392,7 +393,7 @@ def test_pinned_pages_stay_and_their_parents_take_others_in():
     for slot in range(1, 6):
         cache.release(slot)
     stays = set(cache.row(0)[:2])
-    moves = cache.compact(1000, lambda cls, page: page in stays)
+    moves = cache.compact(1 << 40, lambda cls, page: page in stays)
     assert not stays & {m.source for m in moves}
     assert set(cache.row(0)) >= stays
 

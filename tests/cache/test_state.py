@@ -178,6 +178,30 @@ def test_what_is_held_is_not_evicted_and_what_no_hit_can_reach_goes_first():
     states.check()
 
 
+def test_states_that_lie_apart_are_moved_together_and_stay_what_they_were():
+    states, allocator, contents, cells = make(8, slots=8)
+    for slot in range(8):
+        states.acquire(slot)
+        contents.write(states.pages(slot), f"state {slot}")
+    states.save(7, keys("kept", 2))
+    for slot in (0, 2, 3, 5, 7):
+        states.release(slot)
+    before = sum(map(allocator.parents, set(CLASSES)))
+    states.freed()
+    moved = states.compact(1 << 40)
+    assert moved
+    assert sum(map(allocator.parents, set(CLASSES))) < before
+    for cls, page in states.freed():
+        contents.at[cls, page] = "poison"
+    for slot in (1, 4, 6):
+        assert contents.read(states.pages(slot)) == f"state {slot}"
+        for group, page in enumerate(states.pages(slot)):
+            assert cells.cells[group * 8 + slot] == page
+    assert states.compact(1 << 40) == {}
+    states.check()
+    allocator.check()
+
+
 def test_a_page_in_two_states_is_found():
     states, _, _, _ = make(2)
     states.acquire(0)
@@ -270,6 +294,18 @@ class Requests(RuleBasedStateMachine):
         slot = data.draw(st.sampled_from(sorted(self.texts)))
         del self.texts[slot]
         self.states.release(slot)
+
+    @rule(most=st.sampled_from([200 * KIB, 1 << 40]), parents=st.sampled_from([None, 1]))
+    def compact(self, most, parents):
+        self.poison()
+        cut = {cls: self.allocator.parents(cls) for cls in set(CLASSES)}
+        moved = self.states.compact(most, parents)
+        for cls in cut:
+            assert moved.get(cls, 0) * GEOMETRY.classes[cls].page_bytes <= most
+            freed = cut[cls] - self.allocator.parents(cls)
+            assert freed <= (parents or freed)
+            if parents is None and most == 1 << 40:
+                assert len(self.allocator.open_parents(cls)) <= 1
 
     @rule(n=st.integers(1, 3))
     def evict(self, n):

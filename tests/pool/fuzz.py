@@ -121,8 +121,9 @@ class Fuzz:
 
     def do_compact(self) -> None:
         if self.rng.random() < 0.2:
+            most = self.rng.choice((100_000, 10_000_000))
             moves = self.cache.compact(
-                self.rng.choice((2, 50)), lambda cls, page: page % 7 == 0, self.rng.random() < 0.5
+                most, lambda cls, page: page % 7 == 0, self.rng.random() < 0.5, self.rng.choice((None, 1))
             )
             group_class = [g.page_class for g in self.plan.groups_of(Kind.KV)]
             for m in moves:  # sources and targets are disjoint

@@ -332,7 +332,9 @@ class KVCache:
         to be computed again: its blocks and, as a prefix is found from its head, the blocks behind
         them. Cheapest first, then least recently used. This looks at every idle block.
         """
-        allocator = self.allocator
+        allocator, classes = self.allocator, self.allocator.geometry.classes
+        if not any(self._idle.count * n >= classes[cls].per_parent for cls, n in self._each.items()):
+            return 0
         runs = list(self._idle.runs())
         pages = _pages(chain.from_iterable(runs), self._groups)
         lengths = np.array(list(map(len, runs)), np.int64)
@@ -371,12 +373,12 @@ class KVCache:
 
     def compact(
         self,
-        most: int = 64,
+        most: int = 256 << 20,
         pinned: Callable[[int, int], bool] = lambda cls, page: False,
         over_cached: bool = False,
         parents: int | None = None,
     ) -> list[Move]:
-        """Move pages together so that parents come back whole; at most `most` moves a page class.
+        """Move pages together so that parents come back whole; at most `most` bytes of a page class.
 
         With `parents`, no more than it takes for so many of a class to come back. Rows, shared blocks,
         tables and the allocator know the new places when this returns. The caller copies the bytes of
@@ -389,9 +391,13 @@ class KVCache:
         """
         moves: list[Move] = []
         for cls, groups in self._groups_of.items():
+            page_class = self.allocator.geometry.classes[cls]
+            idle = self._idle.count * len(groups) if over_cached else 0
+            if parents is not None and self.allocator.free_inside(cls) + idle < page_class.per_parent:
+                continue  # no parent's pages would fit into the others
             homes = self.allocator.open_parents(cls)
-            cached = self._offer_cached(cls, groups, homes) if over_cached else {}
-            plan = plan_moves(homes, partial(pinned, cls), most, parents)
+            cached = self._offer_cached(cls, groups, homes) if idle else {}
+            plan = plan_moves(homes, partial(pinned, cls), most // page_class.page_bytes, parents)
             if not plan:
                 continue
             victims = list({id(b): b for _, target in plan if (b := cached.get(target))}.values())

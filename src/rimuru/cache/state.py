@@ -19,6 +19,7 @@ from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 from rimuru.pool import Allocator, CorruptPoolError, Shortage
+from rimuru.pool.compact import plan_moves
 
 OWNER = "states"
 
@@ -188,6 +189,33 @@ class StateCache:
         for key in gone:
             self._give(self._checkpoints.pop(key).pages)
         return len(gone)
+
+    def compact(self, most: int, parents: int | None = None) -> dict[int, int]:
+        """Move pages together so that parents come back whole, and copy their bytes; pages moved by class.
+
+        At most `most` bytes a class; with `parents`, no more than it takes for so many of a class to come
+        back. The order of the copies is that of `save` and `resume`.
+        """
+        moved = {}
+        for cls in self._each:
+            n = most // self.allocator.geometry.classes[cls].page_bytes
+            plan = plan_moves(self.allocator.open_parents(cls), lambda page: False, n, parents)
+            if not plan:
+                continue
+            self.allocator.move(cls, plan)
+            new = dict(plan)
+            self._copy(cls, list(new), list(new.values()))
+            for slot, pages in enumerate(self._slots):
+                if pages is not None and not new.keys().isdisjoint(pages):
+                    self._own(slot, tuple(new.get(page, page) for page in pages))
+            for checkpoint in self._checkpoints.values():
+                checkpoint.pages = tuple(new.get(page, page) for page in checkpoint.pages)
+            if self._freed is not None:
+                filled = {(cls, target) for target in new.values()}
+                self._freed = [place for place in self._freed if place not in filled]
+                self._freed += [(cls, source) for source in new]
+            moved[cls] = len(plan)
+        return moved
 
     def freed(self) -> list[tuple[int, int]]:
         """(class, page) freed since the last call; needs `track_freed`. A page may be taken again."""

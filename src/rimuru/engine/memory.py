@@ -8,11 +8,11 @@ the order: free pages first, then the policy's plan, and only then a preemption 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from rimuru.cache.kv import KVCache
+from rimuru.cache.kv import KVCache, Move
 from rimuru.cache.prefix import extend_keys, new_seed
 from rimuru.cache.state import StateCache
 from rimuru.policy.boundary import BoundaryPlan, BoundaryPolicy, DecisionLog, Snapshot
@@ -28,12 +28,14 @@ if TYPE_CHECKING:
 RECONSIDER = 16  # steps after which the boundary is looked at again without any demand
 PROMOTIONS_PER_STEP = 4  # experts copied in beside one step; more would delay the next
 PROMOTE_EVERY = 4  # steps; ranking costs more than the steps between two rankings can gain
+MOVE_BYTES = 256 << 20  # of one page class moved at a time: 0.2 ms of an H200's memory, read and written
 
 
 class Experts(Protocol):
     """The experts as tenants: the engine's store moves bytes, the simulator's only counts them."""
 
     resident: np.ndarray  # bool [L, E]
+    in_flight: np.ndarray  # bool [L, E], those with a page whose bytes are on their way
     lendable: np.ndarray  # bool [L, E], those with a host copy
 
     def promote(self, experts: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -59,13 +61,16 @@ class Memory:
         plan: MemoryPlan,
         on_freed: Callable[[list[tuple[int, int]]], None] | None = None,
         states: StateCache | None = None,
+        move_pages: Callable[[int, Sequence[int], Sequence[int]], None] = lambda cls, source, target: None,
     ):
         """`on_freed` is told the (class, page) of KV and state pages given back, before anybody fills them.
-        `states`: the recurrent states of a hybrid model.
+        `states`: the recurrent states of a hybrid model. `move_pages(class, sources, targets)` copies whole
+        pages, after every step launched before and before the tables are flushed for the next.
         """
         self.cache, self.experts, self.residency, self.boundary = cache, experts, residency, boundary
         self.states, self.state_blocks = states, plan.state_blocks
         self.plan, self.units = plan, plan.units
+        self._expert_bytes = plan.geometry.classes[plan.expert_class].page_bytes
         self.block_tokens = plan.block_tokens
         self.max_request_tokens = plan.max_request_tokens
         self.prefix_caching = cache.prefix_caching
@@ -76,7 +81,8 @@ class Memory:
         self.expert_hits = self.expert_misses = 0
         self.promotions = self.demotions = 0
         self.cost: CostModel | None = None  # the machine's rates, where they are known
-        self._on_freed = on_freed
+        self._on_freed, self._move_pages = on_freed, move_pages
+        self.moved_bytes = 0  # by `compact`
         self._seed = new_seed()
         self._touched = self._missed = self.step_seconds = 0.0
         self._steps = self._decodes = 0
@@ -98,7 +104,8 @@ class Memory:
 
     def extend_keys(self, request: Request) -> None:
         """Bring the request's prefix-cache keys up to its full blocks."""
-        extend_keys(request.block_keys, request.tokens, self.block_tokens, self._seed, request.cache_salt)
+        known = request.tokens[: -request.unknown] if request.unknown else request.tokens
+        extend_keys(request.block_keys, known, self.block_tokens, self._seed, request.cache_salt)
 
     def match(self, keys: list[bytes]) -> int:
         """The most leading blocks that a request may start after: cached, and with a recurrent model the
@@ -153,14 +160,20 @@ class Memory:
             return True
         if states.evict(1) and states.acquire(slot):
             return True
-        # From here on whole parents have to come back: from what is reserved, experts, cached prefixes.
+        # From here on whole parents have to come back: from what is reserved or lies apart, from experts,
+        # from cached prefixes.
+        parents = -(-self.plan.state_bytes // self._expert_bytes)
         if cache.take_back_reserved() and states.acquire(slot):
+            return True
+        if self.compact(parents) and states.acquire(slot):
             return True
         resident = -1
         while resident != (resident := int(np.count_nonzero(self.experts.resident))):
             self._consider(scheduler, now, wanted=cache.free_blocks() + self.state_blocks)
             if states.acquire(slot):
                 return True
+        if self.compact(parents, over_cached=True) and states.acquire(slot):
+            return True
         while cache.evict(self.state_blocks):
             if states.acquire(slot):
                 return True
@@ -181,9 +194,9 @@ class Memory:
 
     def grow(self, wanted: list[tuple[int, int]]) -> None:
         """Give running requests (slot, blocks in all); `make_room` has said that it fits."""
-        for slot, blocks in wanted:
-            missing = self.cache.grow(slot, blocks, True)
-            assert missing == 0, f"slot {slot} lacks {missing} blocks that were free a moment ago"
+        slots, totals = zip(*wanted, strict=True)
+        short = self.cache.grow_many(slots, totals)
+        assert not short, f"slots {short} lack blocks that were free a moment ago"
 
     def commit(self, slot: int, keys: list[bytes], blocks: int) -> None:
         """Publish the first `blocks` blocks of a slot for sharing."""
@@ -214,7 +227,7 @@ class Memory:
             return True
         self._ask(blocks, scheduler, now)
         while blocks > self.room():
-            if states is None or not states.evict(1):
+            if states is None or not (self.compact(1) or states.evict(1)):
                 return False
         return True
 
@@ -282,13 +295,13 @@ class Memory:
     def _snapshot(self, scheduler: Scheduler, now: float, wanted: int) -> Snapshot:
         units, plan, experts = self.units, self.plan, self.experts
         per_block = units.per_block
-        resident = int(np.count_nonzero(experts.resident))
+        resident = int(np.count_nonzero(experts.resident | experts.in_flight))
         oldest = scheduler.oldest_wait
         used, evictable = self.cache.counts().used, self.cache.evictable_blocks()
         if self.states is not None:
             used += self.states.active * self.state_blocks
             evictable += self.states.checkpoints * self.state_blocks
-        known: dict[str, float] = {}
+        known: dict[str, Any] = {}
         if self.cost is not None:
             cost = self.cost
             known = {
@@ -305,7 +318,7 @@ class Memory:
             now=now, expert_total=plan.experts_total, expert_resident=resident,
             expert_lendable=int(np.count_nonzero(experts.resident & experts.lendable)),
             expert_floor=plan.experts_floor,
-            expert_page_bytes=plan.geometry.classes[plan.expert_class].page_bytes,
+            expert_page_bytes=self._expert_bytes,
             kv_page_bytes=units.page_bytes, kv_per_expert=units.per_expert, kv_used=used * per_block,
             kv_obtainable=self.cache.free_blocks() * per_block,
             kv_evictable=evictable * per_block,
@@ -355,13 +368,13 @@ class Memory:
     def _promote(self) -> None:
         """Bring in the experts most worth it, as far as the boundary and free pages allow."""
         experts = self.experts
-        resident = int(np.count_nonzero(experts.resident))
-        room = self.target - resident
+        held = experts.resident | experts.in_flight
+        room = self.target - int(np.count_nonzero(held))
         budget = self.plan.experts_total if self.boundary.name == "swing" else PROMOTIONS_PER_STEP
         if room > 0:
             self._whole_pages(min(room, budget))
         swaps = self.residency.promotions(
-            experts.resident, budget, free=max(0, min(room, budget)), lendable=experts.lendable
+            held, budget, free=max(0, min(room, budget)), lendable=experts.lendable, in_use=experts.in_flight
         )
         if not swaps:
             return
@@ -375,12 +388,37 @@ class Memory:
     def _whole_pages(self, experts: int) -> None:
         """Have that many expert pages free, from pages reserved ahead and from cached prefixes."""
         cache, cls = self.cache, self.plan.expert_class
-        if cache.allocator.obtainable(cls) >= experts:
-            return
-        cache.take_back_reserved()
-        lacking = experts - cache.allocator.obtainable(cls)
-        if lacking > 0:
-            cache.evict_parents(lacking)
+        # The cheapest first: pages moved cost a copy on the device, prefixes forgotten a computation.
+        for make in (
+            lambda parents: cache.take_back_reserved(),
+            self.compact,
+            cache.evict_parents,
+            lambda parents: self.compact(parents, over_cached=True),
+        ):
+            lacking = experts - cache.allocator.obtainable(cls)
+            if lacking <= 0:
+                return
+            make(lacking)
+
+    def compact(self, parents: int | None = None, over_cached: bool = False) -> int:
+        """Move pages of KV and states together, so that `parents` of their parents come back whole (None:
+        as many as can be); the bytes moved. `over_cached`: see `KVCache.compact`.
+
+        Experts do not move: one that can leave its page has a host copy and is demoted instead.
+        """
+        self.poison_freed()  # of what was given back before, some will be filled now
+        classes = self.plan.geometry.classes
+        before = self.moved_bytes
+        moved: dict[int, list[Move]] = {}
+        for move in self.cache.compact(MOVE_BYTES, over_cached=over_cached, parents=parents):
+            moved.setdefault(move.cls, []).append(move)
+        for cls, moves in moved.items():
+            self._move_pages(cls, [m.source for m in moves], [m.target for m in moves])
+            self.moved_bytes += len(moves) * classes[cls].page_bytes
+        if self.states is not None:
+            for cls, n in self.states.compact(MOVE_BYTES, parents).items():
+                self.moved_bytes += n * classes[cls].page_bytes
+        return self.moved_bytes - before
 
     def poison_freed(self) -> None:
         """Report the pages given back since the last call; call it before pages are filled."""

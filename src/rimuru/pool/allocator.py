@@ -122,6 +122,10 @@ class Allocator:
         """Pages of a class that owners hold."""
         return self._levels[cls].used
 
+    def free_inside(self, cls: int) -> int:
+        """Pages of a class that are free in parents cut for it."""
+        return self._levels[cls].free
+
     def held_by(self, cls: int, owner: Hashable) -> int:
         """Pages of a class that one owner holds."""
         level = self._levels[cls]
@@ -237,7 +241,7 @@ class Allocator:
         of its cost.
 
         None where `take` must decide: the class is not cut from the root or has a limit, too few root
-        pages are free, the owner holds parts of parents, or the parent of page `near` has free pages.
+        pages are free, or the parent that `take` would try first has free pages.
         """
         level = self._levels[cls]
         root = level.quick
@@ -249,7 +253,7 @@ class Allocator:
                 return None
             if owner is not None:
                 holding = level.held[owner] = Holding()
-        elif holding.parts:
+        elif level.split.get(holding.tail):
             return None
         fresh = self._cut_roots(level, root, parents)
         if parents == 1:
@@ -271,11 +275,11 @@ class Allocator:
         """`take_whole` of one parent for each of several owners, one after the other; None where it would
         be for one of them, and then nobody got anything. With `nears` for nobody in particular."""
         level = self._levels[cls]
-        root, n = level.quick, len(owners)
+        root, n, split = level.quick, len(owners), level.split
         if root is None or root.free < n:
             return None
         if nears is not None:
-            split, stride = level.split, root.stride
+            stride = root.stride
             if any(split.get(near - near % stride) for near in nears):
                 return None
             fresh = self._cut_roots(level, root, n)
@@ -283,7 +287,7 @@ class Allocator:
             return level.pages_in(fresh).tobytes()
         held = level.held
         holdings = [held[owner] if owner in held else Holding() for owner in owners]
-        if any(holding.parts for holding in holdings):
+        if any(split.get(holding.tail) for holding in holdings):
             return None
         fresh = self._cut_roots(level, root, n)
         for holding, parent in zip(holdings, fresh, strict=True):
@@ -541,6 +545,9 @@ class Allocator:
         targets = [target for _, target in moves]
         given, filled = self._by_parent(level, sources), self._by_parent(level, targets)
         self._unstack(level)
+        for holding in level.held.values():
+            if not given.keys().isdisjoint(holding.whole):
+                self._settle(level, holding)
         for child in level.children:
             for other in child.held.values():
                 self._settle(child, other)
@@ -553,14 +560,14 @@ class Allocator:
                 raise PageError(f"page {page} of class {level.name} is no free page to move to", page)
         if len(set(sources)) < len(sources) or len(set(targets)) < len(targets):
             raise PageError("a page is moved, or moved to, twice")
+        new = dict(moves)
         for holding in level.held.values():
-            self._settle(level, holding)
-            for source, target in moves:
-                parent = self._parent_of(level, source)
-                if source in holding.parts.get(parent, ()):
-                    holding.parts[parent].remove(source)
-                    if not holding.parts[parent]:
-                        del holding.parts[parent]
+            for parent in holding.parts.keys() & given.keys():
+                leaving = holding.parts[parent] & given[parent]
+                holding.parts[parent] -= leaving
+                if not holding.parts[parent]:
+                    del holding.parts[parent]
+                for target in map(new.__getitem__, leaving):
                     holding.parts.setdefault(self._parent_of(level, target), set()).add(target)
         for parent, pages in filled.items():
             free = level.split[parent]
