@@ -25,7 +25,7 @@ from rimuru.kernels.host_memory import threads
 from rimuru.models.config import ModelConfig, read_json
 from rimuru.models.decoder import Decoder
 from rimuru.models.safetensors_file import DTYPES, StoredTensor, read_header
-from rimuru.models.transfer import Piece, transfer
+from rimuru.models.transfer import Piece, Transfer
 
 # (index of the MoE layer, expert) -> its gate_up [2 * intermediate, hidden] and down [hidden,
 # intermediate], to be written. Called up to once for every stored piece, so three times an expert, and on
@@ -46,7 +46,10 @@ def canonical_name(name: str) -> str:
 
     `model.layers.0.block_sparse_moe.experts.1.w2.weight` -> `layers.0.mlp.experts.1.down_proj.weight`
     """
-    name = _PREFIX.sub("", name).replace(".block_sparse_moe.", ".mlp.")
+    name = _PREFIX.sub("", name)
+    if ".block_sparse_moe." not in name:
+        return name
+    name = name.replace(".block_sparse_moe.", ".mlp.")
     return re.sub(r"(\.experts\.\d+\.)(w[123])\b", lambda m: m[1] + _MIXTRAL[m[2]], name)
 
 
@@ -185,6 +188,32 @@ class _Plan:
             raise CheckpointError(f"{folder}: weights do not match config.json; " + "; ".join(faults))
 
 
+    @property
+    def placed(self) -> list[StoredTensor]:
+        """The tensors that are read, in no order."""
+        return [tensor for tensor, _ in self.dense] + [tensor for tensor, *_ in self.experts]
+
+    def pieces(self, sink: ExpertSink) -> Iterator[Piece]:
+        """All that is read and where it goes, in the order of the files."""
+        sink = lru_cache(maxsize=1)(sink)  # an expert's tensors mostly follow each other
+        tensors = [(t, iter([(0, target)])) for t, target in self.dense]
+        for tensor, layer, expert, part in self.experts:
+            tensors.append((tensor, self._expert_targets(layer, expert, part, sink)))
+        for tensor, targets in sorted(tensors, key=lambda job: (job[0].file, job[0].start)):
+            for skip, target in targets:
+                yield Piece(tensor, tensor.start + skip * DTYPES[tensor.dtype].itemsize, target.view(-1))
+
+    def _expert_targets(
+        self, layer: int, expert: int | None, part: str, sink: ExpertSink
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Where one stored tensor's values go: (elements to skip, target) of one expert, or of each."""
+        inter = self.config.moe_intermediate
+        for skipped, e in enumerate(range(self.config.num_experts) if expert is None else (expert,)):
+            gate_up, down = sink(layer, e)
+            target = {"gate_up": gate_up, "gate": gate_up[:inter], "up": gate_up[inter:], "down": down}[part]
+            yield skipped * target.numel(), target
+
+
 def load_weights(
     folder: str | Path, model: Decoder, expert_sink: ExpertSink, progress: Progress | None = None
 ) -> None:
@@ -194,42 +223,19 @@ def load_weights(
     named in one message), and with the file's name where a file is corrupt.
     """
     folder = Path(folder)
-    stored = [tensor for file in weight_files(folder) for tensor in read_header(file)]
-    plan = _Plan(model.config, model, stored)
-    plan.check(folder)
-    sink = lru_cache(maxsize=1)(expert_sink)  # an expert's three tensors mostly follow each other
-    tensors = [(t, iter([(0, target)])) for t, target in plan.dense]
-    for tensor, layer, expert, part in plan.experts:
-        tensors.append((tensor, _expert_targets(layer, expert, part, model.config, sink)))
-    tensors.sort(key=lambda job: (job[0].file, job[0].start))
-    done, total = 0, sum(tensor.nbytes for tensor, _ in tensors)
+    with Transfer(model.device) as transfer:
+        stored = [tensor for file in weight_files(folder) for tensor in read_header(file)]
+        plan = _Plan(model.config, model, stored)
+        plan.check(folder)
+        done, total = 0, sum(tensor.nbytes for tensor in plan.placed)
 
-    def on_done(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if progress is not None:
-            progress("loading weights", done / total)
+        def on_done(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            if progress is not None:
+                progress("loading weights", done / total)
 
-    transfer(
-        (
-            Piece(tensor, tensor.start + skip * DTYPES[tensor.dtype].itemsize, target.view(-1))
-            for tensor, targets in tensors
-            for skip, target in targets
-        ),
-        model.device,
-        on_done,
-    )
-
-
-def _expert_targets(
-    layer: int, expert: int | None, part: str, config: ModelConfig, sink: ExpertSink
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """Where one stored tensor's values go: (elements to skip, target) of one expert, or of each."""
-    inter = config.moe_intermediate
-    for skipped, e in enumerate(range(config.num_experts) if expert is None else (expert,)):
-        gate_up, down = sink(layer, e)
-        target = {"gate_up": gate_up, "gate": gate_up[:inter], "up": gate_up[inter:], "down": down}[part]
-        yield skipped * target.numel(), target
+        transfer.run(plan.pieces(expert_sink), on_done)
 
 
 def dummy_weights(

@@ -22,7 +22,7 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F
 _MAX_HEADER = 1 << 28  # bytes; the largest checkpoints in use have headers of a few MiB
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StoredTensor:
     """A tensor on disk; `start` is its byte offset in the file."""
 

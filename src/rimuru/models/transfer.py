@@ -11,7 +11,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -30,7 +29,7 @@ _MOST_PIECES = 512  # in one read; the system takes 1,024 destinations
 _DRAINING = 4  # buffers that a GPU fetches from beside those being filled
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Piece:
     """Values of a stored tensor and the flat, contiguous tensor they go to."""
 
@@ -61,38 +60,57 @@ class Piece:
         )
 
 
-def transfer(pieces: Iterable[Piece], device: torch.device, on_done: Callable[[int], None]) -> None:
-    """Fill the targets of all `pieces`, each on `device` or in host memory; returns when all have arrived.
+class Transfer:
+    """Threads and buffers for one load to `device`, made while the caller finds out what to load.
 
-    The iterable is advanced and `on_done(bytes)` is called on the calling thread. Raises `CheckpointError`
-    naming the file and the tensor where one cannot be read.
+        with Transfer(device) as transfer:
+            transfer.run(pieces, on_done)
     """
-    count, size = threads(), CHUNK_BYTES[device.type]
-    with ExitStack() as closing:
+
+    def __init__(self, device: torch.device):
+        self._device, self._size = device, CHUNK_BYTES[device.type]
+        self._workers = threads()
+        self._pool = ThreadPoolExecutor(self._workers, "loader")
+        self._stages = self._pool.submit(_Stages, self._workers, self._size, device)
+
+    def __enter__(self) -> Transfer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        if not self._stages.cancelled():
+            self._stages.result().close()
+
+    def run(self, pieces: Iterable[Piece], on_done: Callable[[int], None]) -> None:
+        """Fill the targets of all `pieces`, on the device or in host memory; returns when all have arrived.
+
+        The iterable is advanced and `on_done(bytes)` is called on the calling thread. Raises
+        `CheckpointError` naming the file and the tensor where one cannot be read.
+        """
         files: dict[Path, int] = {}
-        stages = closing.enter_context(_stages(count, size, device))
-        pool = closing.enter_context(ThreadPoolExecutor(count, "loader"))
         under_way: deque[tuple[Future[None], int]] = deque()
+
+        def finish(most: int) -> None:
+            while len(under_way) > most:
+                future, nbytes = under_way.popleft()
+                future.result()
+                on_done(nbytes)
+
         try:
-            for chunk in _chunks(pieces, size):
+            for chunk in _chunks(pieces, self._size):
                 file = chunk[0].stored.file
                 if file not in files:
                     files[file] = _open(file)
-                    closing.callback(os.close, files[file])
-                done = pool.submit(_move, files[file], chunk, stages)
+                done = self._pool.submit(_move, files[file], chunk, self._stages)
                 under_way.append((done, chunk[-1].end - chunk[0].start))
-                while len(under_way) > 2 * count:
-                    _finish(under_way, on_done)
-            while under_way:
-                _finish(under_way, on_done)
+                finish(2 * self._workers)
+            finish(0)
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
         finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def _finish(under_way: deque[tuple[Future[None], int]], on_done: Callable[[int], None]) -> None:
-    future, nbytes = under_way.popleft()
-    future.result()
-    on_done(nbytes)
+            self._pool.shutdown(cancel_futures=True)
+            for handle in files.values():
+                os.close(handle)
 
 
 def _chunks(pieces: Iterable[Piece], size: int) -> Iterator[list[Piece]]:
@@ -139,29 +157,28 @@ class _Stage:
         self.drained = torch.cuda.Event() if gpu else None
 
 
-@contextmanager
-def _stages(workers: int, size: int, device: torch.device) -> Iterator[SimpleQueue[_Stage]]:
+class _Stages:
     """Buffers of `size` bytes, in turn."""
-    gpu = device.type == "cuda"
-    count = workers + _DRAINING if gpu else workers
-    memory = HostMemory(count * size, pin=gpu)
-    free: SimpleQueue[_Stage] = SimpleQueue()
-    for at in range(0, count * size, size):
-        free.put(_Stage(memory.tensor[at : at + size], gpu))
-    try:
-        yield free
-    finally:
-        if gpu:
-            torch.cuda.synchronize(device)
-        memory.close()
+
+    def __init__(self, workers: int, size: int, device: torch.device):
+        gpu = device.type == "cuda"
+        count = workers + _DRAINING if gpu else workers
+        self._memory = HostMemory(count * size, pin=gpu)
+        self.free: SimpleQueue[_Stage] = SimpleQueue()
+        for at in range(0, count * size, size):
+            self.free.put(_Stage(self._memory.tensor[at : at + size], gpu))
+
+    def close(self) -> None:
+        self._memory.close()
 
 
-def _move(descriptor: int, chunk: list[Piece], stages: SimpleQueue[_Stage]) -> None:
+def _move(descriptor: int, chunk: list[Piece], stages: Future[_Stages]) -> None:
     """One read, and the copies to where its bytes belong."""
     if chunk[0].direct:
         _read(descriptor, chunk, [p.target.view(torch.uint8).numpy() for p in chunk])
         return
-    stage = stages.get()
+    free = stages.result().free
+    stage = free.get()
     try:
         if stage.drained is not None:
             stage.drained.synchronize()
@@ -175,7 +192,7 @@ def _move(descriptor: int, chunk: list[Piece], stages: SimpleQueue[_Stage]) -> N
         if stage.drained is not None:
             stage.drained.record(torch.cuda.current_stream(chunk[-1].target.device))
     finally:
-        stages.put(stage)
+        free.put(stage)
 
 
 def _read(descriptor: int, chunk: list[Piece], views: list[np.ndarray]) -> None:
