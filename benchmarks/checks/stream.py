@@ -23,6 +23,7 @@ from rimuru.pool.tables import Table
 
 LAYERS = 12
 RING = 128  # staging pages at most: two layers' missing experts
+LEAST = 1024  # tokens for which the engine streams
 BAR = 1.1  # over the longer of link and compute, where half is missing; of less, the ends of a cut weigh more
 
 Addresses = Sequence  # of one layer each: a row of addresses, or passes of rows
@@ -98,7 +99,8 @@ class Chunk:
         return x
 
     def streamed(self) -> torch.Tensor:
-        with self.model.stream.step(self.tokens) as passes:
+        # Also where it would not pay: that is for the times to show.
+        with self.model.stream.step(max(self.tokens, LEAST)) as passes:
             assert passes is not None
             return self.forward(passes)
 

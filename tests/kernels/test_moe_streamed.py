@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.streaming import EXPERTS, LAYERS, LAYOUT, TOP_K, House
+from support.streaming import EXPERTS, LAYERS, LAYOUT, MANY, TOP_K, House
 
 from rimuru.kernels import triton
 
@@ -26,7 +26,7 @@ def test_a_model_computes_the_same_bits_streamed_in_place_and_resident():
 
     resident, counts = forward(every.table.device_table)
     in_place, _ = forward(house.table.device_table)
-    with house.stream.step(tokens) as passes:
+    with house.stream.step(MANY) as passes:
         streamed, streamed_counts = forward(passes)
     assert house.stream.streamed_experts > 0
     assert torch.equal(resident, in_place)

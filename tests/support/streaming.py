@@ -15,7 +15,7 @@ from rimuru.pool.geometry import AttentionKind, Kind, PoolSpec, plan_geometry
 from rimuru.pool.tables import Table
 
 LAYERS, EXPERTS, TOP_K = 4, 6, 2
-MANY = 200  # tokens that touch every expert for certain
+MANY = 200  # tokens that are worth streaming for
 LAYOUT = ExpertLayout(hidden=48, intermediate=32, dtype=torch.float32)
 
 

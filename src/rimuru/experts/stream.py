@@ -30,32 +30,21 @@ from rimuru.pool.tables import Table
 
 OWNER = "prefill streaming"
 TILE_ROWS = 128  # rows of the largest tile: an expert in host memory is read once for each
-# Rate of a kernel's reads over the link as a share of the copy engine's: 50.0 of 54.5 GB/s on an H200.
-KERNEL_RATE = 0.92
 PASSES = 16  # the most a layer is computed in: each is a few launches
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # (destination, source) bytes
 
 
-def crossings(tokens: int, top_k: int, experts: int, tile_rows: int = TILE_ROWS) -> float:
-    """How often an expert crosses the link, at least, in expectation, where the kernel reads it in place.
-
-    With all experts equally likely its rows are binomial, R ~ B(tokens, p) with p = top_k / experts, and it
-    is read ceil(R / tile_rows) times. That is at least [R > 0] and at least R / tile_rows, so its mean is at
-    least the larger of 1 - (1 - p)^tokens and tokens x p / tile_rows.
-    """
-    p = top_k / experts
-    return max(1 - (1 - p) ** tokens, tokens * p / tile_rows)
-
-
 def worth_streaming(tokens: int, top_k: int, experts: int, tile_rows: int = TILE_ROWS) -> bool:
     """Whether copying a step's missing experts ahead takes the link for less time than reading them in place.
 
-    The copy takes bytes / c at the copy engine's rate c, whether or not a token needs the expert; reading
-    in place takes crossings x bytes / k at the kernel's rate k. So: crossings > k / c, however many are
-    missing. That is from 40 tokens on for 8 of 128 experts, and from 37 for 4 of 60.
+    A copy takes bytes / c at the copy engine's rate c, whether or not a token needs the expert. Reading in
+    place takes ceil(R / tile_rows) x bytes / k for an expert of R rows, at the kernel's rate k = 0.92 c.
+    While R fits a tile, streaming can gain those 8 % at best, and loses where R = 0: missing experts are
+    those that few tokens go to. Beyond a tile every row counts. On average R = tokens x top_k / experts;
+    the line is half a tile, where both take the same time.
     """
-    return crossings(tokens, top_k, experts, tile_rows) > KERNEL_RATE
+    return 2 * tokens * top_k >= tile_rows * experts
 
 
 @dataclass(frozen=True, slots=True)
