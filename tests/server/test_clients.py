@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +30,7 @@ def served() -> Iterator[Served]:
 
 def test_litellm_completes_streams_and_maps_errors(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # or it fetches a price list
-    litellm = pytest.importorskip("litellm", reason="litellm is not installed")
+    litellm = pytest.importorskip("litellm", reason="litellm is missing")
     common: dict[str, Any] = {
         "api_base": f"{served.url}/v1",
         "api_key": "none",
@@ -50,8 +54,8 @@ def test_litellm_completes_streams_and_maps_errors(served: Served, monkeypatch: 
 
 def test_litellm_passes_tools_and_formats_through(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
-    litellm = pytest.importorskip("litellm", reason="litellm is not installed")
-    pytest.importorskip("xgrammar", reason="xgrammar is not installed")
+    litellm = pytest.importorskip("litellm", reason="litellm is missing")
+    pytest.importorskip("xgrammar", reason="xgrammar is missing")
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"],
               "additionalProperties": False}  # fmt: skip
     tool = {"type": "function", "function": {"name": "vote", "parameters": schema}}
@@ -64,7 +68,7 @@ def test_litellm_passes_tools_and_formats_through(served: Served, monkeypatch: p
 
 
 def test_lm_eval_s_loglikelihoods_are_those_of_transformers(served: Served) -> None:
-    models = pytest.importorskip("lm_eval.models.openai_completions", reason="lm-eval is not installed")
+    models = pytest.importorskip("lm_eval.models.openai_completions", reason="lm-eval is missing")
     from lm_eval.api.instance import Instance
 
     path = tiny_checkpoint("qwen3_moe")
@@ -90,3 +94,23 @@ def test_lm_eval_s_loglikelihoods_are_those_of_transformers(served: Served) -> N
         # Float32 on both sides in another order of summation: logits of about 10 agree to 1e-5 or so.
         assert logprob == pytest.approx(expected, abs=1e-3)
         assert greedy == bool((rows.argmax(-1) == target).all())
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
+def test_guidellm_completes_every_request(served: Served, tmp_path: Path, route: str) -> None:
+    if importlib.util.find_spec("guidellm") is None:
+        pytest.skip("guidellm is missing")
+    report = tmp_path / "report.json"
+    command = [
+        sys.executable, "-m", "guidellm", "run", "--disable-console",
+        "--backend", f"kind=openai_http,target={served.url},model=tiny,request_format={route}",
+        "--tokenizer", f"kind=huggingface_auto,model={tiny_checkpoint('qwen3_moe')}",
+        "--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=16",
+        "--profile", "kind=concurrent,streams=4", "--constraint", "kind=max_requests,count=12",
+        "--output", f"kind=json,path={report}",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (benchmark,) = json.loads(report.read_text())["benchmarks"]
+    totals = benchmark["metrics"]["request_totals"]
+    assert (totals["successful"], totals["errored"]) == (12, 0)

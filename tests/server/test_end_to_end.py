@@ -127,7 +127,7 @@ def test_health_and_metrics_speak_of_the_engine(served: Served) -> None:
 
 
 def test_constrained_output_parses_and_a_bad_grammar_is_a_400_that_stalls_nobody(served: Served) -> None:
-    pytest.importorskip("xgrammar", reason="xgrammar is not installed")
+    pytest.importorskip("xgrammar", reason="xgrammar is missing")
     create = served.openai().chat.completions.create
     asked: dict[str, Any] = {
         "model": "tiny",
