@@ -22,9 +22,11 @@ import csv
 import json
 import sys
 import time
-from collections import Counter, deque
+from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import numpy as np
 
 from rimuru.cache import KVCache
 from rimuru.pool import Allocator, AttentionKind, Kind, PoolSpec, plan_geometry
@@ -164,20 +166,16 @@ class Replay:
         self.running.remove(request)
         request.slot = -1
 
-    def free(self) -> tuple[int, int]:
-        """Pages free or evictable, and those of them in parents that hold a page in use."""
+    def look(self) -> tuple[int, int, int]:
+        """Pages free or evictable, those of them in parents that hold a page in use, and such parents."""
+        pool = self.pool
         spare = self.cache.spare_pages(KV)
-        whole = self.pool.whole_free() * PER
-        total = whole + self.pool.counts(Kind.KV).free + len(spare)
-        by_parent = Counter(self.pool.parent_of(KV, page) for page in spare)
-        whole += PER * sum(n == self.pool.load(KV, parent) for parent, n in by_parent.items())
-        return total, total - whole
-
-    def partly_used(self) -> int:
-        """Parents with both a page in use and one that is free or evictable."""
-        by_parent = Counter(self.pool.parent_of(KV, page) for page in self.cache.spare_pages(KV))
-        some = self.pool.open_parents(KV).keys() | by_parent.keys()
-        return sum(0 < self.pool.load(KV, p) - by_parent[p] < PER for p in some)
+        homes, n = np.unique(pool.parents_of(KV, spare), return_counts=True)
+        in_use = np.array([pool.load(KV, home) for home in homes.tolist()], np.int64) - n
+        total = pool.whole_free() * PER + pool.free_inside(KV) + len(spare)
+        whole = pool.whole_free() * PER + PER * np.count_nonzero(in_use == 0)
+        others = pool.open_parents(KV).keys() - set(homes.tolist())
+        return total, total - int(whole), len(others) + int(np.count_nonzero(in_use))
 
 
 def replay(requests: list[Request], parents: int, outcome: Outcome) -> Outcome:
@@ -191,7 +189,7 @@ def replay(requests: list[Request], parents: int, outcome: Outcome) -> Outcome:
         steps += 1
         if steps % EVERY:
             continue
-        free, loose = run.free()
+        free, loose, _ = run.look()
         total, split = total + free, split + loose
         outcome.looks += 1
         if free:
@@ -204,9 +202,9 @@ def replay(requests: list[Request], parents: int, outcome: Outcome) -> Outcome:
             outcome.forgotten += cached - run.cache.evictable_blocks()
             spent += time.thread_time_ns() - start
             calls += 1
-            free, loose = run.free()
+            free, loose, partly = run.look()
             total_after, split_after = total_after + free, split_after + loose
-            outcome.open_after = max(outcome.open_after, run.partly_used())
+            outcome.open_after = max(outcome.open_after, partly)
     run.cache.check()
     run.pool.check()
     outcome.fragmentation = 100 * split / max(total, 1)
@@ -254,11 +252,12 @@ def table(outcomes: list[Outcome]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--shared", type=Path, required=True, help="directory with data/traces/*.csv")
+    parser.add_argument("--trace", choices=TRACES, action="append", help="only this one; may be repeated")
     parser.add_argument("--json", type=Path, help="also write the outcomes here")
     args = parser.parse_args()
     outcomes: list[Outcome] = []
-    for trace, n in TRACES.items():
-        requests = load(args.shared / "data" / "traces" / f"{trace}.csv", n)
+    for trace in args.trace or TRACES:
+        requests = load(args.shared / "data" / "traces" / f"{trace}.csv", TRACES[trace])
         demand = demand_of(requests)
         longest = max(-(-(r.prompt + r.output) // BLOCK) for r in requests)
         for share in SHARES:

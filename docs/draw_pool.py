@@ -1,5 +1,6 @@
-"""Draw the pictures of pool.md from a real pool: `python docs/draw_pool.py` writes pool-map.svg and
-prints the text map. The plan is Qwen3.5-35B-A3B's with fp8 experts: two experts a huge page.
+"""Draw the pictures of pool.md from real pools: `python docs/draw_pool.py` writes pool-map.svg and
+prints the plans and text maps. The plans are Qwen3-30B-A3B's, where an expert is a huge page, and
+Qwen3.5-35B-A3B's with fp8 experts, two a huge page.
 """
 
 from __future__ import annotations
@@ -10,6 +11,20 @@ from rimuru.pool import Allocator, AttentionKind, Geometry, Kind, PoolSpec, Recu
 from rimuru.pool.draw import svg_map, text_map
 
 KIB, MIB = 1 << 10, 1 << 20
+
+
+def simple_plan() -> Geometry:
+    return plan_geometry(PoolSpec((AttentionKind("full", tuple(range(48)), 2048),), expert_bytes=9 * MIB))
+
+
+def simple_pool() -> Allocator:
+    """Four experts and two running requests with 13 and 4 blocks."""
+    geometry = simple_plan()
+    allocator = Allocator(geometry, 8 * geometry.huge_bytes)
+    allocator.take(geometry.class_of(Kind.EXPERT), 4, "experts")
+    for request, blocks in (("long", 13), ("short", 4)):
+        allocator.take(geometry.class_of(Kind.KV), blocks, request)
+    return allocator
 
 
 def plan() -> Geometry:
@@ -37,6 +52,8 @@ def pool() -> Allocator:
 
 
 if __name__ == "__main__":
+    print(simple_plan().describe(), end="\n\n")
+    print(text_map(simple_pool()), end="\n\n")
     print(plan().describe(), end="\n\n")
     print(text_map(pool(), rows=29))
     (Path(__file__).parent / "pool-map.svg").write_text(svg_map(pool(), rows=28) + "\n")

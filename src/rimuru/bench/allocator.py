@@ -4,13 +4,13 @@ Room: the benchmarks. Rule: the same work and units as the published comparison 
 (256 requests of 128 blocks in a pool of 65,536, freed in shuffled order, best of several runs,
 collector off), through the calls and with the types that the engine uses, on plans of real models.
 
-    rimuru bench allocator [--json] [--repeat N]
+    rimuru bench allocator [--json] [--repeat N] [--vllm DIR]
 
 A block counts once, however many layer groups share it out. `bulk` is `KVCache.grow` of a whole
-request and its `release`; `growth` is `grow` by one block for every request in turn, and the release;
-both with caching off. `prefix_steady` is the life of a request in a pool full of cached prefixes:
-hashing its token list, looking up and admitting, evicting others' blocks, publishing its own, release.
-`boundary_move` cuts 1,000 expert pages into KV pages and merges them back.
+request and its `release`; `growth` is `grow_many` by one block for every request, as a step of decodes
+asks for it, and the release; both with caching off. `prefix_steady` is the life of a request in a pool
+full of cached prefixes: hashing its token list, looking up and admitting, evicting others' blocks,
+publishing its own, release. `boundary_move` cuts 1,000 expert pages into KV pages and merges them back.
 
 Plans, in bf16; the pages of a block lie in the parents that the model's experts dictate:
 
@@ -21,6 +21,10 @@ Plans, in bf16; the pages of a block lie in the parents that the model's experts
 
 Rows are 2,560 blocks long, as for a context of 40,960 tokens. The clock is this thread's CPU time,
 so that a busy machine disturbs less; it still slows caches down, so compare ratios of one run.
+
+With `--vllm` (a directory with an unpacked source distribution of vLLM) its BlockPool does the same with
+one group, in turn with ours, and `bulk_ratio`, `growth_ratio`, `prefix_steady_ratio` are the medians over
+the repetitions of ours by theirs, also for the plans with several groups.
 """
 
 from __future__ import annotations
@@ -32,9 +36,14 @@ import platform
 import random
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
 
 from rimuru.cache import KVCache, extend_keys
 from rimuru.pool import Allocator, AttentionKind, Geometry, Kind, PoolSpec, plan_geometry
+
+from ._vllm_pool import VllmPool
 
 BLOCK = 16
 REQUESTS = 256
@@ -72,17 +81,15 @@ def cache_of(plan: str, prefix_caching: bool, blocks: int = POOL_BLOCKS) -> KVCa
     return KVCache(allocator, classes, BLOCK, REQUESTS, ROW, prefix_caching=prefix_caching)
 
 
-def best_of(repeat: int, work: Work) -> float:
-    """Nanoseconds of the fastest of `repeat` runs, garbage collector off."""
-    best = float("inf")
-    for _ in range(repeat):
-        gc.collect()
-        gc.disable()
-        start = time.thread_time_ns()
-        work()
-        best = min(best, time.thread_time_ns() - start)
-        gc.enable()
-    return best
+def timed(work: Work) -> int:
+    """Nanoseconds of one run, garbage collector off."""
+    gc.collect()
+    gc.disable()
+    start = time.thread_time_ns()
+    work()
+    took = time.thread_time_ns() - start
+    gc.enable()
+    return took
 
 
 def bulk_work(plan: str = "") -> Work:
@@ -116,9 +123,7 @@ def growth_work(plan: str = "") -> Work:
 def steady_work(plan: str = "") -> Work:
     """In a pool full of cached prefixes: hash, look up, admit, take by evicting, publish, release."""
     cache = cache_of(plan, prefix_caching=True)
-    rng = random.Random(0)
-    tokens = [[rng.randrange(150_000) for _ in range(PER_REQUEST * BLOCK)] for _ in range(REQUESTS)]
-    order = _shuffled()
+    tokens, order = _prompts(), _shuffled()
     turn = 0
 
     def work() -> None:
@@ -169,22 +174,47 @@ def _shuffled() -> list[int]:
     return order
 
 
-# name -> (what makes the work, how many units of the name's kind a run of it is)
-MEASURES: dict[str, tuple[Callable[[str], Work], int]] = {
-    "bulk_ns": (bulk_work, REQUESTS * PER_REQUEST),
-    "growth_ns": (growth_work, REQUESTS * PER_REQUEST),
-    "prefix_steady_ns": (steady_work, REQUESTS * PER_REQUEST),
-    "boundary_move_us": (boundary_work, 1000),
+def _prompts() -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(150_000) for _ in range(PER_REQUEST * BLOCK)] for _ in range(REQUESTS)]
+
+
+# Name without its unit -> (what makes the work, the unit, how many units a run of it is).
+MEASURES: dict[str, tuple[Callable[[str], Work], str, int]] = {
+    "bulk": (bulk_work, "ns", REQUESTS * PER_REQUEST),
+    "growth": (growth_work, "ns", REQUESTS * PER_REQUEST),
+    "prefix_steady": (steady_work, "ns", REQUESTS * PER_REQUEST),
+    "boundary_move": (boundary_work, "us", 1000),
 }
 
 
-def measure(repeat: int = 7) -> dict[str, float]:
-    """Every measure on every plan; a key is the measure's name and the plan's suffix."""
-    return {
-        name + plan: round(best_of(repeat, make(plan)) / units, 1)
-        for plan in GROUPS
-        for name, (make, units) in MEASURES.items()
-    }
+def measure(repeat: int = 7, vllm: Path | None = None) -> dict[str, float]:
+    """Every measure on every plan, as `NAME_UNIT` and the plan's suffix; with `vllm` ratios and its own
+    figures (`vllm_NAME_ns`) too. OSError where its files are not there."""
+    theirs: dict[str, Callable[[], Work]] = {}
+    if vllm is not None:
+        peer = VllmPool(vllm, POOL_BLOCKS, BLOCK, REQUESTS, PER_REQUEST)
+        theirs = {
+            "bulk": lambda: peer.bulk(_shuffled()),
+            "growth": lambda: peer.growth(_shuffled()),
+            "prefix_steady": lambda: peer.steady(_shuffled(), _prompts()),
+        }
+    out: dict[str, float] = {}
+    for name, (make, unit, units) in MEASURES.items():
+        works = {plan: make(plan) for plan in GROUPS}
+        other = theirs[name]() if name in theirs else None
+        rounds = []
+        for _ in range(repeat):
+            rounds.append({plan: timed(work) for plan, work in works.items()})
+            if other is not None:
+                rounds[-1]["vllm"] = timed(other)
+        for plan in GROUPS:
+            out[f"{name}_{unit}{plan}"] = round(min(took[plan] for took in rounds) / units, 1)
+        if other is not None:
+            out[f"vllm_{name}_{unit}"] = round(min(took["vllm"] for took in rounds) / units, 1)
+            for plan in GROUPS:
+                out[f"{name}_ratio{plan}"] = round(median(t[plan] / t["vllm"] for t in rounds), 3)
+    return out
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -194,16 +224,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--repeat", type=int, default=7, help="runs of which the best counts (default 7)")
+    parser.add_argument("--vllm", type=Path, metavar="DIR", help="compare with vLLM's sources in DIR")
     args = parser.parse_args(argv)
     if args.repeat < 1:
         parser.error("--repeat must be at least 1")
-    result: dict[str, float | str] = {"python": platform.python_version(), **measure(args.repeat)}
+    try:
+        result: dict[str, Any] = {"python": platform.python_version(), **measure(args.repeat, args.vllm)}
+    except OSError as error:
+        parser.error(f"--vllm {args.vllm} is no unpacked source distribution of vLLM: {error}")
     if args.json:
         print(json.dumps(result))
     else:
-        print(f"{'':<18}{'1 group':>10}{'1, wide':>10}{'2 groups':>10}{'8 groups':>10}")
-        for name in MEASURES:
-            print(f"{name:<18}" + "".join(f"{result[name + plan]:>10}" for plan in GROUPS))
+        print(f"{'':<22}{'1 group':>10}{'1, wide':>10}{'2 groups':>10}{'8 groups':>10}")
+        for key in result:
+            if key + "_8g" in result:
+                print(f"{key:<22}" + "".join(f"{result[key + plan]:>10}" for plan in GROUPS))
     return 0
 
 

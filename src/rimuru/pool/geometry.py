@@ -141,9 +141,19 @@ class Geometry:
         """Whole huge pages in a pool of `pool_bytes`."""
         return pool_bytes // self.huge_bytes
 
+    def _splits(self) -> list[str]:
+        """What a page of each size may be: a line for every class that others are cut from."""
+        lines = []
+        for i, c in enumerate(self.classes):
+            cut = [f"{other.per_parent} {other.name}" for other in self.classes if other.parent == i]
+            itself = [] if c.kind is None else [f"1 {c.name}"]
+            if cut:
+                lines.append(f"{_size(c.page_bytes)} = {' or '.join(itself + cut)}")
+        return lines
+
     def describe(self) -> str:
         """The plan as a table: split tree, page sizes, layer groups, waste by kind."""
-        lines = [f"grain {_size(self.grain)}, huge page {_size(self.huge_bytes)}", ""]
+        lines = [f"grain {_size(self.grain)}, huge page {_size(self.huge_bytes)}", *self._splits(), ""]
         row = "{:<26}{:>12}{:>12}{:>12}  {}"
         lines.append(row.format("page class", "page", "payload", "per parent", "layer groups"))
 
