@@ -25,17 +25,19 @@ from importlib import import_module
 import torch
 import torch.nn.functional as F
 from checks.attention import make_step
-from harness import capture, replay_times
+from harness import replay_times
 from moe_case import QWEN3, QWEN15, Layer
 
 from rimuru.kernels import reference
 from rimuru.kernels import triton as kernels
-from rimuru.kernels.triton import moe_rows
+from rimuru.kernels.triton import moe_rows, router
+from rimuru.kernels.triton.moe_tiles import Tile
 from rimuru.kernels.types import KVLayout, MoeBlock
 
 RATE = 4.2e6  # bytes a microsecond
 BF16 = torch.bfloat16
-lin = import_module("rimuru.kernels.triton.linear")  # the package's attribute of that name is the function
+# The package's attributes of these names are functions.
+lin, moe_block = (import_module(f"rimuru.kernels.triton.{name}") for name in ("linear", "moe_block"))
 
 
 def draw(*shape: int) -> torch.Tensor:
@@ -58,14 +60,14 @@ def linears() -> None:
     for n, k in ((6144, 2048), (2048, 2048), (2048, 4096), (129, 2048), (151_936, 2048)):
         copies = max(2, min(24, (300 << 20) // (2 * n * k)))
         weights, bias = [draw(n, k) for _ in range(copies)], draw(n)
-        for tokens in (1, 8, 32):
+        for tokens in (1, 2, 8, 32):
             linear_times(weights, bias, draw(tokens, k) * k**0.5)
 
 
 def linear_times(weights: list[torch.Tensor], bias: torch.Tensor, x: torch.Tensor) -> None:
     (tokens, k), n = x.shape, len(bias)
     calls = {"cublas": lambda w: F.linear(x, w), "cublas+bias": lambda w: F.linear(x, w, bias)}
-    if tokens <= 8:
+    if tokens <= 2:
         calls["rows"] = lambda w: lin.rows_linear(x, w, bias)
         calls["rows wide"] = lambda w: lin.rows_linear(x, w, bias, 2 * 8192 // k, 8)
     if tokens > 1:
@@ -144,32 +146,51 @@ def check(block: Block, tokens: int) -> None:
         print(f"WRONG block {block.layer.shape.name} {tokens} tokens: {differ} of 200 replays", flush=True)
 
 
-def fused_by(block: Block, most: int, steps: list) -> list:
-    """The fused block with rows kernels up to `most` tokens, chosen while the graph is captured."""
-    chosen, moe_rows.TOKENS = moe_rows.TOKENS, most
+TILES = {
+    "tiles": None,  # as shipped: 16 x 64 x 128, 4 warps, 4 stages
+    "32/128/2/4": Tile(16, 32, 128, 2, 4), "32/256/2/4": Tile(16, 32, 256, 2, 4),
+    "64/256/4/3": Tile(16, 64, 256, 4, 3), "64/128/4/6": Tile(16, 64, 128, 4, 6),
+}  # fmt: skip
+
+
+def fused_by(block: Block, rows: bool, tile: Tile | None, steps: list) -> list:
+    """The fused block by rows kernels or by a tile, chosen while the graph is captured."""
+    kept = moe_rows.TOKENS, moe_block.choose
+    moe_rows.TOKENS = 8 if rows else 0
+    if tile:
+        moe_block.choose = lambda *_: (tile, tile)
     try:
         return [block.fused(*s) for s in steps]
     finally:
-        moe_rows.TOKENS = chosen
+        moe_rows.TOKENS, moe_block.choose = kept
+
+
+def head(block: Block, steps: list) -> None:
+    for x, residual in steps:
+        _, _, scores = router.norm_router(x, residual, block.block)
+        router.choose_experts(scores, block.block, block.layer.scattered, block.touched, None)
 
 
 def block_times(block: Block, tokens: int) -> None:
     check(block, tokens)
     steps = block.steps(tokens, 8)
-    variants = {
-        "plain": lambda: [block.plain(*s) for s in steps],
-        "tiles": partial(fused_by, block, 0, steps),
-    }
-    if tokens <= 8:
-        variants["rows"] = partial(fused_by, block, 8, steps)
-    times = replay_times(variants, calls=len(steps), rounds=3, budget_ms=6)
+    variants = {"plain": lambda: [block.plain(*s) for s in steps]}
+    for name, tile in TILES.items():
+        if tile is None or tokens <= 8:
+            variants[name] = partial(fused_by, block, False, tile, steps)
+    if tokens <= 2:
+        variants["rows"] = partial(fused_by, block, True, None, steps)
+    if tokens <= 16:
+        variants["head alone"] = partial(head, block, steps)
+        variants["its norm and router"] = lambda: [router.norm_router(*s, block.block) for s in steps]
+    times = replay_times(variants, calls=len(steps), rounds=3, budget_ms=4)
     row(f"block {block.layer.shape.name} {tokens}", times, sum(map(block.nbytes, steps)) / len(steps) / RATE)
 
 
 def own_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     if len(x) <= 4:
         return lin.rows_linear(x, weight, bias)
-    return lin.few_linear(x, weight, bias) if len(x) <= 32 else F.linear(x, weight, bias)
+    return lin.few_linear(x, weight, bias) if len(x) <= 16 else F.linear(x, weight, bias)
 
 
 class Stack:
@@ -208,18 +229,6 @@ class Stack:
         row(f"layer {self.block.layer.shape.name} {tokens}", times, nbytes / RATE)
         total = "  ".join(f"{k} {v * self.count / 1e3:.2f}" for k, v in times.items())
         print(f"  all layers, ms: {total}", flush=True)
-        if tokens <= 32:
-            profile(variants["fused"])
-
-
-def profile(step) -> None:
-    """Microseconds of each kernel of one replay; those of dependent launches include their waits."""
-    graph = capture(step)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as run:
-        graph.replay()
-        torch.cuda.synchronize()
-    for event in sorted(run.key_averages(), key=lambda e: -e.self_device_time_total)[:12]:
-        print(f"    {event.key[:50]:50} {event.count:4} x {event.self_device_time_total / event.count:.2f}")
 
 
 def main() -> None:
@@ -231,11 +240,11 @@ def main() -> None:
         every = [Block(QWEN15, 5632, False), Block(QWEN3, 0, True)]
         if "layer" in chosen:
             for stack in (Stack(every[0], 16, 16, 24, True), Stack(every[1], 32, 4, 48, False)):
-                for tokens in (1, 8, 32, 128):
+                for tokens in (1, 8, 32):
                     stack.times(tokens)
         if "block" in chosen:
             for block in every:
-                for tokens in (1, 2, 4, 8, 32, 128):
+                for tokens in (1, 2, 8, 16, 32):
                     block_times(block, tokens)
         del every
     if "linear" in chosen:

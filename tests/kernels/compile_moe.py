@@ -9,7 +9,7 @@ from rimuru.kernels.triton.align import _align_kernel, _count_kernel, _place_ker
 from rimuru.kernels.triton.moe import _combine_kernel, _expert_kernel
 from rimuru.kernels.triton.moe_rows import combine_norm_kernel, expert_rows_kernel
 from rimuru.kernels.triton.route import _route_kernel
-from rimuru.kernels.triton.router import norm_route_kernel
+from rimuru.kernels.triton.router import choose_experts_kernel, norm_router_kernel
 from rimuru.kernels.types import ExpertLayout
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -46,14 +46,17 @@ def few_rows(chip: int, dtype: torch.dtype):
             PART=0, N=n, K=k, TOP_K=4, GATE_UP=part == "gate_up", SLICES=slices, BLOCK_N=8192 // block_k,
             BLOCK_K=block_k, PDL=pdl, num_warps=4, num_stages=1, launch_pdl=pdl, grid=(1,),
         )  # fmt: skip
-    for experts, top_k, one in ((60, 4, True), (128, 8, False)):
-        yield f"{name} norm_route {experts}", norm_route_kernel.warmup(
-            dtype, dtype, dtype, dtype, f32, i32, f32, i64, i32, dtype, dtype, dtype, f32, i32, i32, i32,
-            1e-6, 9, experts, experts,
-            H=2048, ROWS=experts + 1, TOP_K=top_k, SIGMOID=False, NORMALIZE=True, BIAS=True, LIVE=True,
-            OVERRIDE=True, COUNT=True, ZERO_CENTRED=False, ONE=one, BLOCK_M=16, BLOCK_N=4, BLOCK_H=2048,
-            PAD=1 << (experts - 1).bit_length(), PAIRS=16 * top_k, PDL=pdl, num_warps=4, num_stages=1,
-            launch_pdl=pdl, grid=(1,),
+    yield f"{name} norm_router", norm_router_kernel.warmup(
+        dtype, dtype, dtype, dtype, dtype, dtype, dtype, 1e-6,
+        H=2048, ROWS=61, STRIDE=64, ZERO_CENTRED=False, BLOCK_N=4, BLOCK_H=2048, PDL=pdl, num_warps=4,
+        num_stages=1, launch_pdl=pdl, grid=(1,),
+    )  # fmt: skip
+    for tokens, experts, top_k in ((1, 60, 4), (16, 128, 8), (16, 256, 8)):
+        yield f"{name} choose {experts} by {tokens}", choose_experts_kernel.warmup(
+            dtype, f32, i32, i64, i32, f32, i32, i32, 1, 9,
+            STRIDE=-(-experts // 8) * 8, EXPERTS=experts, TOP_K=top_k, SIGMOID=False, NORMALIZE=True,
+            BIAS=True, LIVE=True, COUNT=True, TOKENS=tokens, PAD=1 << (experts - 1).bit_length(),
+            PDL=pdl, num_warps=tokens, launch_pdl=pdl, grid=(1,),
         )  # fmt: skip
     yield f"{name} combine_norm", combine_norm_kernel.warmup(
         dtype, i32, f32, dtype, dtype, dtype, dtype, dtype, 1e-6, 61,
@@ -75,14 +78,16 @@ def kernels(chip: int):
         )  # fmt: skip
         yield f"{name} route", _route_kernel.warmup(
             dtype, f32, i32, f32, i32, 128, 128, TOP_K=8, TOP_K_PAD=8, EXPERTS_PAD=128,
-            SIGMOID=True, NORMALIZE=True, BIAS=True, PADDING=True, num_warps=1, grid=(1,),
+            SIGMOID=True, NORMALIZE=True, BIAS=True, PADDING=True, PDL=chip >= 90, num_warps=1,
+            launch_pdl=chip >= 90, grid=(1,),
         )  # fmt: skip
         if dtype != torch.float32:
             yield from few_rows(chip, dtype)
     for pad in (64, 256):
         yield f"align {pad}", _align_kernel.warmup(
             i32, i64, i32, i32, 512, 9, 60,
-            PAD=pad, BLOCK_M=16, COUNT=True, MINE=32, CHUNK=512, num_warps=8, grid=(1,),
+            PAD=pad, BLOCK_M=16, COUNT=True, MINE=32, CHUNK=512, PDL=chip >= 90, num_warps=8,
+            launch_pdl=chip >= 90, grid=(1,),
         )  # fmt: skip
         yield f"place {pad}", _place_kernel.warmup(
             i32, i32, i32, i64, i32, i32, 5120, 9, 60, 10,

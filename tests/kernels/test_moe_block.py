@@ -8,7 +8,7 @@ from kernels.test_moe_triton import Experts, error
 
 from rimuru.kernels import reference
 from rimuru.kernels import triton as kernels
-from rimuru.kernels.triton import moe_rows, router
+from rimuru.kernels.triton import moe_rows
 from rimuru.kernels.types import EXPERT_HOST, MoeBlock
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -120,10 +120,3 @@ def test_residency_changes_no_bit(monkeypatch):
             got = kernels.moe_block(x, residual, block, tagged, norm)
             assert torch.equal(got[0], want[0])
             assert torch.equal(got[1], want[1])
-
-
-def test_counters_are_zero_again_after_every_step():
-    case = Case()
-    for tokens in (1, 4, 2):
-        kernels.moe_block(*case.step(tokens))
-        assert not router._counters(torch.device(DEVICE)).any()

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from ..types import EXPERT_ADDRESS, EXPERT_HOST
+from .launch import begin, dependent
 
 HEADER = tl.constexpr(4)
 _HOST = tl.constexpr(EXPERT_HOST)
@@ -68,9 +69,11 @@ def _plan(
 def _align_kernel(
     ids, table, touched, work, pairs, room, experts,
     PAD: tl.constexpr, BLOCK_M: tl.constexpr, COUNT: tl.constexpr, MINE: tl.constexpr, CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program 0 plans; program p > 0 places pairs: a pair's row is the number of pairs before it."""
     program = tl.program_id(0)
+    begin(PDL)
     if program == 0:
         counts = tl.zeros([PAD], tl.int32)
         for start in range(0, pairs, CHUNK):
@@ -161,11 +164,11 @@ def align(
     counter = table if touched is None else touched
     pad = triton.next_power_of_2(experts)
     if pairs <= _PAIRWISE_LIMIT:
-        chunk = max(32, min(512, triton.next_power_of_2(pairs)))
+        chunk, pdl = max(32, min(512, triton.next_power_of_2(pairs))), dependent(ids)
         _align_kernel[(1 + triton.cdiv(pairs, 32),)](
             ids, table, counter, work, pairs, room, experts,
             PAD=pad, BLOCK_M=block_m, COUNT=touched is not None, MINE=32, CHUNK=chunk,
-            num_warps=4 if chunk <= 128 else 8,
+            PDL=pdl, num_warps=4 if chunk <= 128 else 8, launch_pdl=pdl,
         )  # fmt: skip
     else:
         chunks = triton.cdiv(pairs, _CHUNK)

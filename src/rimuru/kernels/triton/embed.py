@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+# Arrays of a step may be cut out of one buffer: where they begin must not decide what is compiled.
+@triton.jit(do_not_specialize_on_alignment=["tokens", "slots", "latest"])
 def embed_kernel(
     tokens, slots, latest, weight, out, WIDTH: tl.constexpr, LATEST: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip

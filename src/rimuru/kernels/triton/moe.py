@@ -16,7 +16,7 @@ A shared expert of `m * intermediate` columns can ride along as `m` experts that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 import triton
@@ -216,7 +216,7 @@ def moe(
     table: torch.Tensor | Iterable[torch.Tensor],
     layout: ExpertLayout,
     touched: torch.Tensor | None = None,
-    shared: torch.Tensor | Callable[[], torch.Tensor] | None = None,
+    shared: torch.Tensor | None = None,
     gate: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """SwiGLU experts read through their address table: as `rimuru.kernels.reference.moe`.
@@ -224,8 +224,7 @@ def moe(
     x `[T, H]` contiguous; ids int32 `[T, k]` (-1: skip); weights float32 `[T, k]`; table int64
     `[E]` of tagged addresses that the GPU can read (pool, or registered host memory); `touched`
     int32 `[E]` is incremented; shared `[T, H]` is added, times `sigmoid(gate)` of gate `[T]` or `[T, 1]`
-    (any row stride). A shared expert computed on another stream is a function, called, to wait for it, when
-    the experts have been launched. Returns `[T, H]`. Needs `pairs * (H + intermediate)` elements of transient memory.
+    (any row stride). Returns `[T, H]`. Needs `pairs * (H + intermediate)` elements of transient memory.
     Raises ValueError for a dtype without a kernel.
 
     Where experts are still arriving, `table` is an iterable of such rows: each is asked for when the
@@ -249,8 +248,6 @@ def moe(
         plan = align(ids, row, gate_up.m, touched)
         _product(x, act, plan, gate_up, layout, top_k, gate_up=True)
         _product(act, parts, plan, down, layout, top_k, gate_up=False)
-    if callable(shared):
-        shared = shared()
     block = min(1024, triton.next_power_of_2(hidden))
     _combine_kernel[(tokens, triton.cdiv(hidden, block))](
         parts, ids, weights,

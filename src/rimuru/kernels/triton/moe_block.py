@@ -1,4 +1,4 @@
-"""A layer's MoE half, from attention's output to the next layer's input, in four launches for few tokens.
+"""A layer's MoE half, from attention's output to the next layer's input, in five launches for few tokens.
 
 Room: `moe_block`. Rule: which kernels run follows from the number of tokens alone. What is bound by launches
 and latencies is fused: the head (`router`), the shared expert beside the routed ones, and the tail.
@@ -19,7 +19,7 @@ from .moe import expert_tiles
 from .moe_rows import combine_norm, expert_rows
 from .moe_tiles import choose
 from .route import route
-from .router import norm_route
+from .router import choose_experts, norm_router
 
 TOKENS = 128  # most tokens whose shared expert rides along with the routed ones
 
@@ -41,7 +41,9 @@ def moe_block(
         return reference.moe_block(x, residual, block, table, next_norm, touched, live, logits, ops=ops)
     tiles = choose(tokens, block.top_k, block.experts, x.dtype, x.device)
     if tokens <= router.TOKENS and block.experts <= router.EXPERTS:
-        h, residual, scores, weights, ids, plan = norm_route(x, residual, block, table, touched, live, logits)
+        h, residual, scores = norm_router(x, residual, block)
+        chosen = scores if logits is None else logits
+        weights, ids, plan = choose_experts(chosen, block, table, touched, live)
     else:
         norm = operation(ops, "zero_centred_rms_norm" if block.zero_centred else "rms_norm")
         h, residual = norm(x, block.norm, block.eps, residual)

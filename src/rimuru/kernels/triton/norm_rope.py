@@ -112,7 +112,10 @@ def _heads(
     return (x.to(tl.float32) * cos[None, :] + y.to(tl.float32) * sin[None, :]).to(x.dtype)
 
 
-@triton.jit(do_not_specialize=["table_stride", "layer"])
+@triton.jit(
+    do_not_specialize=["table_stride", "layer"],
+    do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"],
+)
 def qkv_kernel(
     qkv_ptr, q_out_ptr, pool_ptr, table_ptr, positions_ptr, slots_ptr, rope_ptr, q_norm_ptr, k_norm_ptr,
     stride, table_stride, layer, eps,

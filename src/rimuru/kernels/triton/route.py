@@ -9,16 +9,20 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import begin, dependent
 
-@triton.jit
+
+@triton.jit(do_not_specialize_on_alignment=["padding"])
 def _route_kernel(
     logits, bias, padding, weights, ids, experts, row_stride,
     TOP_K: tl.constexpr, TOP_K_PAD: tl.constexpr, EXPERTS_PAD: tl.constexpr,
     SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, BIAS: tl.constexpr, PADDING: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERTS_PAD)
     live = expert < experts
+    begin(PDL)
     x = tl.load(logits + token * row_stride + expert, mask=live, other=float("-inf")).to(tl.float32)
     if SIGMOID:
         score = tl.where(live, 1.0 / (1.0 + tl.exp(-x)), 0.0)
@@ -67,12 +71,12 @@ def route(
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
     ids = torch.empty((tokens, top_k), dtype=torch.int32, device=logits.device)
     if tokens:
-        pad = triton.next_power_of_2(experts)
+        pad, pdl = triton.next_power_of_2(experts), dependent(logits)
         _route_kernel[(tokens,)](
             logits, logits if bias is None else bias, logits if live is None else live, weights, ids,
             experts, logits.stride(0),
             TOP_K=top_k, TOP_K_PAD=triton.next_power_of_2(top_k), EXPERTS_PAD=pad,
             SIGMOID=scoring == "sigmoid", NORMALIZE=normalize, BIAS=bias is not None,
-            PADDING=live is not None, num_warps=1 if pad <= 256 else 4,
+            PADDING=live is not None, PDL=pdl, num_warps=1 if pad <= 256 else 4, launch_pdl=pdl,
         )  # fmt: skip
     return weights, ids
