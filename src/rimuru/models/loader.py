@@ -210,7 +210,10 @@ class _Plan:
         inter = self.config.moe_intermediate
         for skipped, e in enumerate(range(self.config.num_experts) if expert is None else (expert,)):
             gate_up, down = sink(layer, e)
-            target = {"gate_up": gate_up, "gate": gate_up[:inter], "up": gate_up[inter:], "down": down}[part]
+            if part == "down":
+                target = down
+            else:
+                target = {"gate_up": gate_up, "gate": gate_up[:inter], "up": gate_up[inter:]}[part]
             yield skipped * target.numel(), target
 
 
@@ -227,13 +230,11 @@ def load_weights(
         stored = [tensor for file in weight_files(folder) for tensor in read_header(file)]
         plan = _Plan(model.config, model, stored)
         plan.check(folder)
-        done, total = 0, sum(tensor.nbytes for tensor in plan.placed)
+        total = sum(tensor.nbytes for tensor in plan.placed)
 
         def on_done(nbytes: int) -> None:
-            nonlocal done
-            done += nbytes
             if progress is not None:
-                progress("loading weights", done / total)
+                progress("loading weights", nbytes / total)
 
         transfer.run(plan.pieces(expert_sink), on_done)
 

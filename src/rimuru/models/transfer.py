@@ -1,63 +1,81 @@
 """Ranges of files to tensors, by several threads.
 
 Room: models. Rule: bytes are copied once on the host. A destination in host memory that has the stored
-dtype is read into where it lies; every other one is reached through a ring of staging buffers, from which
-a GPU fetches while the next are being filled. What adjoins in a file is read together.
+dtype is read into where it lies; every other one is reached through staging buffers, two a thread, so that
+a GPU fetches from one while the other is being filled. What adjoins in a file is read together.
+
+A read of some megabytes is a handful of calls that leave the interpreter's lock; with many threads each of
+them costs more than the work in between, so nothing is done a tensor at a time that can be done a read at
+a time.
 """
 
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
+from threading import Event
 
-import numpy as np
 import torch
 
 from rimuru.errors import CheckpointError
 from rimuru.kernels.host_memory import HostMemory, threads
 from rimuru.models.safetensors_file import DTYPES, StoredTensor
 
-# Bytes read at a time, by the model's device: large where each read costs launches, small where buffers
-# take from the memory that is served from.
-CHUNK_BYTES = {"cuda": 16 << 20, "cpu": 4 << 20}
+# Bytes read at a time. Small enough that a core's cache holds some of a buffer when the link fetches it.
+CHUNK_BYTES = 4 << 20
 _MOST_PIECES = 512  # in one read; the system takes 1,024 destinations
-_DRAINING = 4  # buffers that a GPU fetches from beside those being filled
+_REPORT_SECONDS = 0.1
 
 
-@dataclass(slots=True)
 class Piece:
     """Values of a stored tensor and the flat, contiguous tensor they go to."""
 
-    stored: StoredTensor
-    start: int  # byte offset in the file
-    target: torch.Tensor
+    __slots__ = ("direct", "end", "start", "stored", "target")
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return DTYPES[self.stored.dtype]
-
-    @property
-    def end(self) -> int:
-        return self.start + self.target.numel() * self.dtype.itemsize
-
-    @property
-    def direct(self) -> bool:
-        """Whether the file's bytes are the target's, in host memory."""
-        return self.target.device.type == "cpu" and self.target.dtype == self.dtype
+    def __init__(self, stored: StoredTensor, start: int, target: torch.Tensor):
+        """`start`: their byte offset in the file."""
+        dtype = DTYPES[stored.dtype]
+        self.stored, self.start, self.target = stored, start, target
+        self.end = start + target.numel() * dtype.itemsize
+        # Whether the file's bytes are the target's, in host memory.
+        self.direct = target.dtype == dtype and not target.is_cuda
 
     def continued_by(self, other: Piece) -> bool:
         """Whether one read can serve both."""
+        mine, its = self.stored, other.stored
         return (
-            other.start == self.end
-            and other.stored.file == self.stored.file
-            and other.stored.dtype == self.stored.dtype
-            and other.direct == self.direct
-        )
+            other.start == self.end and other.direct == self.direct and its.dtype == mine.dtype
+            and its.file is mine.file
+        )  # fmt: skip
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Pieces that one read serves."""
+
+    pieces: list[Piece]
+    descriptor: int  # of the open file
+
+    @property
+    def start(self) -> int:
+        return self.pieces[0].start
+
+    @property
+    def end(self) -> int:
+        return self.pieces[-1].end
+
+    @property
+    def direct(self) -> bool:
+        return self.pieces[0].direct
+
+    def place(self, at: int) -> str:
+        """For messages: the file, and the tensor at a byte offset in it."""
+        stored = next(p.stored for p in reversed(self.pieces) if p.start <= at)
+        return f"{stored.file}: {stored.name}"
 
 
 class Transfer:
@@ -68,76 +86,94 @@ class Transfer:
     """
 
     def __init__(self, device: torch.device):
-        self._device, self._size = device, CHUNK_BYTES[device.type]
+        self._gpu = device if device.type == "cuda" else None
         self._workers = threads()
         self._pool = ThreadPoolExecutor(self._workers, "loader")
-        self._stages = self._pool.submit(_Stages, self._workers, self._size, device)
+        self._memory = self._pool.submit(HostMemory, 2 * self._workers * CHUNK_BYTES, self._gpu is not None)
 
     def __enter__(self) -> Transfer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
-        if not self._stages.cancelled():
-            self._stages.result().close()
+        self._pool.shutdown()
+        self._memory.result().close()
 
-    def run(self, pieces: Iterable[Piece], on_done: Callable[[int], None]) -> None:
+    def run(self, pieces: Iterable[Piece], progress: Callable[[int], None]) -> None:
         """Fill the targets of all `pieces`, on the device or in host memory; returns when all have arrived.
 
-        The iterable is advanced and `on_done(bytes)` is called on the calling thread. Raises
+        The iterable is advanced and `progress(bytes so far)` is called on the calling thread. Raises
         `CheckpointError` naming the file and the tensor where one cannot be read.
         """
         files: dict[Path, int] = {}
-        under_way: deque[tuple[Future[None], int]] = deque()
+        queue: SimpleQueue[Chunk | None] = SimpleQueue()
+        stop, done = Event(), [0] * self._workers
 
-        def finish(most: int) -> None:
-            while len(under_way) > most:
-                future, nbytes = under_way.popleft()
-                future.result()
-                on_done(nbytes)
+        def work(worker: int) -> None:
+            buffers: list[_Buffer] = []
+            while (chunk := queue.get()) is not None and not stop.is_set():
+                if not chunk.direct and not buffers:
+                    at = 2 * worker * CHUNK_BYTES
+                    memory = self._memory.result().tensor[at : at + 2 * CHUNK_BYTES]
+                    buffers = [_Buffer(half, self._gpu) for half in memory.chunk(2)]
+                buffers.reverse()
+                _move(chunk, *buffers[:1])
+                done[worker] += chunk.end - chunk.start
 
+        workers = [self._pool.submit(work, i) for i in range(self._workers)]
         try:
-            for chunk in _chunks(pieces, self._size):
+            for chunk in _chunks(pieces):
                 file = chunk[0].stored.file
                 if file not in files:
                     files[file] = _open(file)
-                done = self._pool.submit(_move, files[file], chunk, self._stages)
-                under_way.append((done, chunk[-1].end - chunk[0].start))
-                finish(2 * self._workers)
-            finish(0)
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
+                queue.put(Chunk(chunk, files[file]))
+            for _ in workers:
+                queue.put(None)
+            while wait(workers, _REPORT_SECONDS, FIRST_EXCEPTION).not_done and not _failed(workers):
+                progress(sum(done))
         finally:
-            self._pool.shutdown(cancel_futures=True)
+            stop.set()
+            for _ in workers:
+                queue.put(None)
+            wait(workers)
             for handle in files.values():
                 os.close(handle)
+        for ended in workers:
+            ended.result()
+        if self._gpu is not None:
+            torch.cuda.synchronize(self._gpu)
+        progress(sum(done))
 
 
-def _chunks(pieces: Iterable[Piece], size: int) -> Iterator[list[Piece]]:
-    """Pieces that one read can serve, up to `size` bytes together; larger ones are cut."""
+def _failed(workers: list[Future[None]]) -> bool:
+    return any(w.done() and w.exception() is not None for w in workers)
+
+
+def _chunks(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Pieces that one read can serve; larger ones are cut."""
     chunk: list[Piece] = []
+    room = 0
     for piece in pieces:
-        for part in _cut(piece, size):
+        for part in _cut(piece):
+            size = part.end - part.start
             if chunk and not (
-                chunk[-1].continued_by(part)
-                and part.end - chunk[0].start <= size
-                and len(chunk) < _MOST_PIECES
+                size <= room and chunk[-1].continued_by(part) and len(chunk) < _MOST_PIECES
             ):
                 yield chunk
                 chunk = []
+            room = (room if chunk else CHUNK_BYTES) - size
             chunk.append(part)
     if chunk:
         yield chunk
 
 
-def _cut(piece: Piece, size: int) -> Iterator[Piece]:
-    step = size // piece.dtype.itemsize
-    if piece.target.numel() <= step:
+def _cut(piece: Piece) -> Iterator[Piece]:
+    if piece.end - piece.start <= CHUNK_BYTES:
         yield piece
         return
+    itemsize = DTYPES[piece.stored.dtype].itemsize
+    step = CHUNK_BYTES // itemsize
     for at in range(0, piece.target.numel(), step):
-        start = piece.start + at * piece.dtype.itemsize
-        yield Piece(piece.stored, start, piece.target[at : at + step])
+        yield Piece(piece.stored, piece.start + at * itemsize, piece.target[at : at + step])
 
 
 def _open(file: Path) -> int:
@@ -147,68 +183,43 @@ def _open(file: Path) -> int:
         raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from None
 
 
-class _Stage:
-    """A staging buffer, and an event behind the copies out of it."""
+class _Buffer:
+    """Staging memory, and an event behind the copies out of it."""
 
-    __slots__ = ("buffer", "drained")
+    __slots__ = ("bytes", "drained", "gpu", "memory")
 
-    def __init__(self, buffer: torch.Tensor, gpu: bool):
-        self.buffer = buffer  # uint8
-        self.drained = torch.cuda.Event() if gpu else None
-
-
-class _Stages:
-    """Buffers of `size` bytes, in turn."""
-
-    def __init__(self, workers: int, size: int, device: torch.device):
-        gpu = device.type == "cuda"
-        count = workers + _DRAINING if gpu else workers
-        self._memory = HostMemory(count * size, pin=gpu)
-        self.free: SimpleQueue[_Stage] = SimpleQueue()
-        for at in range(0, count * size, size):
-            self.free.put(_Stage(self._memory.tensor[at : at + size], gpu))
-
-    def close(self) -> None:
-        self._memory.close()
+    def __init__(self, memory: torch.Tensor, gpu: torch.device | None):
+        self.memory, self.gpu = memory, gpu  # uint8
+        self.bytes = memoryview(memory.numpy())
+        self.drained = None if gpu is None else torch.cuda.Event()
 
 
-def _move(descriptor: int, chunk: list[Piece], stages: Future[_Stages]) -> None:
+def _move(chunk: Chunk, buffer: _Buffer | None = None) -> None:
     """One read, and the copies to where its bytes belong."""
-    if chunk[0].direct:
-        _read(descriptor, chunk, [p.target.view(torch.uint8).numpy() for p in chunk])
+    pieces, size = chunk.pieces, chunk.end - chunk.start
+    if buffer is None or chunk.direct:
+        _read(chunk, [memoryview(p.target.view(torch.uint8).numpy()) for p in pieces])
         return
-    free = stages.result().free
-    stage = free.get()
-    try:
-        if stage.drained is not None:
-            stage.drained.synchronize()
-        first = chunk[0].start
-        _read(descriptor, chunk, [stage.buffer[: chunk[-1].end - first].numpy()])
-        for piece in chunk:
-            values = stage.buffer[piece.start - first : piece.end - first].view(piece.dtype)
-            if values.dtype != piece.target.dtype:
-                values = values.to(piece.target.device, non_blocking=True)
-            piece.target.copy_(values, non_blocking=True)
-        if stage.drained is not None:
-            stage.drained.record(torch.cuda.current_stream(chunk[-1].target.device))
-    finally:
-        free.put(stage)
+    if buffer.drained is not None:
+        buffer.drained.synchronize()
+    _read(chunk, [buffer.bytes[:size]])
+    values = buffer.memory[:size].view(DTYPES[pieces[0].stored.dtype])
+    targets = [p.target for p in pieces]
+    torch._foreach_copy_(targets, values.split([len(t) for t in targets]), non_blocking=True)
+    if buffer.drained is not None:
+        buffer.drained.record(torch.cuda.current_stream(buffer.gpu))
 
 
-def _read(descriptor: int, chunk: list[Piece], views: list[np.ndarray]) -> None:
+def _read(chunk: Chunk, views: list[memoryview]) -> None:
     """Fill `views` with the bytes of `chunk`."""
-    file, at, end = chunk[0].stored.file, chunk[0].start, chunk[-1].end
-
-    def name() -> str:
-        return next(p.stored.name for p in reversed(chunk) if p.start <= at)
-
+    at, end = chunk.start, chunk.end
     while at < end:
         try:
-            count = os.preadv(descriptor, views, at)
+            count = os.preadv(chunk.descriptor, views, at)
         except OSError as error:
-            raise CheckpointError(f"{file}: {name()} cannot be read: {error.strerror}") from None
+            raise CheckpointError(f"{chunk.place(at)} cannot be read: {error.strerror}") from None
         if not count:
-            raise CheckpointError(f"{file}: truncated inside {name()}; fetch the file again")
+            raise CheckpointError(f"{chunk.place(at)} is truncated; fetch the file again")
         at += count
         while views and count >= len(views[0]):
             count -= len(views.pop(0))
