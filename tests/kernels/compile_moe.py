@@ -12,6 +12,7 @@ from rimuru.kernels.triton.route import _route_kernel
 from rimuru.kernels.triton.router import choose_experts_kernel, norm_router_kernel
 from rimuru.kernels.types import ExpertLayout
 
+PARTS = ("gate_up", "down")
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -19,20 +20,21 @@ def products(chip: int, dtype: torch.dtype):
     """Both products with every tile, and beside a shared expert where that can be."""
     layout, pdl = ExpertLayout(2048, 1408, dtype), chip >= 90
     i32 = torch.int32
-    for gate_up, down in moe_tiles.shipped(dtype, divmod(chip, 10)):
-        for part, tile in (("gate_up", gate_up), ("down", down)):
-            up = part == "gate_up"
-            for slices in (0, 4) if tile.m <= 64 and dtype != torch.float32 else (0,):
-                yield (
-                    f"{NAMES[dtype]} {part}{' shared' * bool(slices)} {tile.m}x{tile.n}x{tile.k}",
-                    _expert_kernel.warmup(
-                        dtype, dtype, dtype, i32, 1, 100, 64,
-                        PART=0 if up else layout.down_offset, N=2816 if up else 2048, K=2048 if up else 1408,
-                        TOP_K=4, GATE_UP=up, SLICES=slices, BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k,
-                        FEW_M=tile.few_m, FEW_K=tile.few_k, PDL=pdl, num_warps=tile.warps,
-                        num_stages=tile.stages, launch_pdl=pdl, grid=(1,),
-                    ),
-                )  # fmt: skip
+    pairs = moe_tiles.shipped(dtype, divmod(chip, 10))
+    # Tables name a tile more than once.
+    for part, tile in dict.fromkeys((p, t) for pair in pairs for p, t in zip(PARTS, pair, strict=True)):
+        up = part == "gate_up"
+        for slices in (0, 4) if tile.m <= 64 and dtype != torch.float32 else (0,):
+            yield (
+                f"{NAMES[dtype]} {part}{' shared' * bool(slices)} {tile.m}x{tile.n}x{tile.k}",
+                _expert_kernel.warmup(
+                    dtype, dtype, dtype, i32, 1, 100, 64,
+                    PART=0 if up else layout.down_offset, N=2816 if up else 2048, K=2048 if up else 1408,
+                    TOP_K=4, GATE_UP=up, SLICES=slices, BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k,
+                    FEW_M=tile.few_m, FEW_K=tile.few_k, PDL=pdl, num_warps=tile.warps,
+                    num_stages=tile.stages, launch_pdl=pdl, grid=(1,),
+                ),
+            )  # fmt: skip
 
 
 def few_rows(chip: int, dtype: torch.dtype):
@@ -41,7 +43,7 @@ def few_rows(chip: int, dtype: torch.dtype):
     name = NAMES[dtype]
     for part, n, k, slices in (("gate_up", 2816, 2048, 4), ("down", 2048, 1408, 4), ("down", 2048, 768, 0)):
         block_k = 1 << (k - 1).bit_length()
-        yield f"{name} rows of {part} {k}", expert_rows_kernel.warmup(
+        yield f"{name} rows {k}", expert_rows_kernel.warmup(
             dtype, dtype, dtype, i32, 1, 4, 64,
             PART=0, N=n, K=k, TOP_K=4, GATE_UP=part == "gate_up", SLICES=slices, BLOCK_N=8192 // block_k,
             BLOCK_K=block_k, PDL=pdl, num_warps=4, num_stages=1, launch_pdl=pdl, grid=(1,),
@@ -51,7 +53,7 @@ def few_rows(chip: int, dtype: torch.dtype):
         H=2048, ROWS=61, STRIDE=64, ZERO_CENTRED=False, BLOCK_N=4, BLOCK_H=2048, PDL=pdl, num_warps=4,
         num_stages=1, launch_pdl=pdl, grid=(1,),
     )  # fmt: skip
-    for tokens, experts, top_k in ((1, 60, 4), (16, 128, 8), (16, 256, 8)):
+    for tokens, experts, top_k in ((1, 60, 4), (16, 128, 8), (8, 256, 8)):
         yield f"{name} choose {experts} by {tokens}", choose_experts_kernel.warmup(
             dtype, f32, i32, i64, i32, f32, i32, i32, 1, 9,
             STRIDE=-(-experts // 8) * 8, EXPERTS=experts, TOP_K=top_k, SIGMOID=False, NORMALIZE=True,
@@ -65,29 +67,30 @@ def few_rows(chip: int, dtype: torch.dtype):
     )  # fmt: skip
 
 
-def kernels(chip: int):
-    i32, i64, f32 = torch.int32, torch.int64, torch.float32
-    for dtype, name in NAMES.items():
-        yield from products(chip, dtype)
-        yield (
-            f"{name} combine",
-            _combine_kernel.warmup(
-                dtype, i32, f32, dtype, dtype, 61, dtype,
-                H=2048, TOP_K=4, SHARED=True, GATE=True, BLOCK=1024, grid=(1,),
-            ),
-        )  # fmt: skip
-        yield f"{name} route", _route_kernel.warmup(
-            dtype, f32, i32, f32, i32, 128, 128, TOP_K=8, TOP_K_PAD=8, EXPERTS_PAD=128,
-            SIGMOID=True, NORMALIZE=True, BIAS=True, PADDING=True, PDL=chip >= 90, num_warps=1,
-            launch_pdl=chip >= 90, grid=(1,),
-        )  # fmt: skip
-        if dtype != torch.float32:
-            yield from few_rows(chip, dtype)
+def small(chip: int, dtype: torch.dtype):
+    """What is not a product: routing and weighted sum of any step."""
+    i32, f32, pdl = torch.int32, torch.float32, chip >= 90
+    yield (
+        f"{NAMES[dtype]} combine",
+        _combine_kernel.warmup(
+            dtype, i32, f32, dtype, dtype, 61, dtype,
+            H=2048, TOP_K=4, SHARED=True, GATE=True, BLOCK=1024, grid=(1,),
+        ),
+    )  # fmt: skip
+    yield f"{NAMES[dtype]} route", _route_kernel.warmup(
+        dtype, f32, i32, f32, i32, 128, 128, TOP_K=8, TOP_K_PAD=8, EXPERTS_PAD=128,
+        SIGMOID=True, NORMALIZE=True, BIAS=True, PADDING=True, PDL=pdl, num_warps=1, launch_pdl=pdl,
+        grid=(1,),
+    )  # fmt: skip
+
+
+def alignment(chip: int):
+    i32, i64, pdl = torch.int32, torch.int64, chip >= 90
     for pad in (64, 256):
         yield f"align {pad}", _align_kernel.warmup(
             i32, i64, i32, i32, 512, 9, 60,
-            PAD=pad, BLOCK_M=16, COUNT=True, MINE=32, CHUNK=512, PDL=chip >= 90, num_warps=8,
-            launch_pdl=chip >= 90, grid=(1,),
+            PAD=pad, BLOCK_M=16, COUNT=True, MINE=32, CHUNK=512, PDL=pdl, num_warps=8, launch_pdl=pdl,
+            grid=(1,),
         )  # fmt: skip
         yield f"place {pad}", _place_kernel.warmup(
             i32, i32, i32, i64, i32, i32, 5120, 9, 60, 10,
@@ -95,3 +98,12 @@ def kernels(chip: int):
         )  # fmt: skip
     yield "count", _count_kernel.warmup(i32, i32, 5120, 40, PAD=64, CHUNK=128, grid=(1,))
     yield "scan", _scan_kernel.warmup(i32, i32, 40, BLOCK=1024, grid=(1,))
+
+
+def kernels(chip: int):
+    for dtype in NAMES:
+        yield from products(chip, dtype)
+        yield from small(chip, dtype)
+        if dtype != torch.float32:
+            yield from few_rows(chip, dtype)
+    yield from alignment(chip)

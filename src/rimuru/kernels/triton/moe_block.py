@@ -40,7 +40,7 @@ def moe_block(
     if not (0 < tokens <= TOKENS and isinstance(table, torch.Tensor) and moe_rows.fits(block.layout, shared)):
         return reference.moe_block(x, residual, block, table, next_norm, touched, live, logits, ops=ops)
     tiles = choose(tokens, block.top_k, block.experts, x.dtype, x.device)
-    if tokens <= router.TOKENS and block.experts <= router.EXPERTS:
+    if router.fits(tokens, block.experts):
         h, residual, scores = norm_router(x, residual, block)
         chosen = scores if logits is None else logits
         weights, ids, plan = choose_experts(chosen, block, table, touched, live)

@@ -17,7 +17,7 @@ from .launch import begin, dependent
 from .norm_rope import scaled
 
 TOKENS = 16  # an expert's tokens fit one block of every tile
-EXPERTS = 256
+_SCORES = 2048  # that a thread block's registers hold
 _ROWS = 4  # of the router, a program
 _HOST = tl.constexpr(EXPERT_HOST)
 _ADDRESS = tl.constexpr(EXPERT_ADDRESS)
@@ -29,7 +29,7 @@ def norm_router_kernel(
     H: tl.constexpr, ROWS: tl.constexpr, STRIDE: tl.constexpr,
     ZERO_CENTRED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`BLOCK_N` rows of the router for one token, whose norm every program makes. Grid: (rows / BLOCK_N, T)."""
+    """`BLOCK_N` rows of the router for one token; every program makes its norm. Grid: (rows / BLOCK_N, T)."""
     part, token = tl.program_id(0), tl.program_id(1)
     n = part * BLOCK_N + tl.arange(0, BLOCK_N)
     i = tl.arange(0, BLOCK_H)[None, :]
@@ -120,6 +120,12 @@ def choose_experts_kernel(
         tl.store(touched + at, tl.load(touched + at, mask=at < EXPERTS, other=0) + counts, mask=at < EXPERTS)
 
 
+def fits(tokens: int, experts: int) -> bool:
+    """Whether these kernels take a step of `tokens`."""
+    padded = triton.next_power_of_2(tokens)
+    return padded <= TOKENS and padded * triton.next_power_of_2(experts) <= _SCORES
+
+
 def norm_router(
     x: torch.Tensor, residual: torch.Tensor, block: MoeBlock
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -155,6 +161,7 @@ def choose_experts(
         ids if touched is None else touched, weights, ids, work, tokens, room,
         STRIDE=logits.stride(0), EXPERTS=experts, TOP_K=top_k, SIGMOID=block.scoring == "sigmoid",
         NORMALIZE=block.normalize, BIAS=block.bias is not None, LIVE=live is not None,
-        COUNT=touched is not None, TOKENS=pad, PAD=max(32, triton.next_power_of_2(experts)), PDL=pdl, num_warps=min(16, pad), launch_pdl=pdl,
+        COUNT=touched is not None, TOKENS=pad,
+        PAD=triton.next_power_of_2(experts), PDL=pdl, num_warps=pad, launch_pdl=pdl,
     )  # fmt: skip
     return weights, ids, Alignment(work, room)
