@@ -19,8 +19,9 @@ from rimuru import kernels
 from rimuru.cache.kv import KVCache
 from rimuru.cache.state import StateCache
 from rimuru.errors import ConfigError, MemoryPlanError, RequestError
-from rimuru.experts.store import ExpertStore
-from rimuru.experts.stream import ExpertStream
+from rimuru.experts.side_copy import CudaLane, SideStreamCopy
+from rimuru.experts.store import Copy, ExpertStore, copy_now
+from rimuru.experts.stream import CopyEngine, ExpertStream
 from rimuru.kernels.types import KVLayout, KVView, RecurrentView, StateLayout, StateView
 from rimuru.models.config import ModelConfig, load_model_config
 from rimuru.models.decoder import Decoder
@@ -33,6 +34,7 @@ from rimuru.pool.geometry import Kind, LayerGroup
 from rimuru.pool.tables import KVTables, Table
 
 from .batch import BatchBuilder
+from .budget import PromptBudget
 from .client import EngineInfo
 from .config import EngineConfig
 from .device import available_memory, choose_device, choose_dtype, host_available
@@ -41,6 +43,7 @@ from .grammar import Grammars
 from .graphs import GraphRunner
 from .memory import Memory
 from .plan import MemoryPlan, make_boundary, plan_memory, sizes_of
+from .rates import Rates, card_of
 from .request import FinishReason, Request, SamplingParams, TokenOutput
 from .runner import Launched, Runner
 from .sampling_state import SamplingState
@@ -86,6 +89,11 @@ def _plan(config: EngineConfig, model: ModelConfig, device: torch.device, dtype:
         host_available=host_available(),
         device_is_host=device.type == "cpu",
     )
+
+
+def seconds(ms: float | None) -> float | None:
+    """An objective as the scheduler takes it."""
+    return None if ms is None else ms / 1e3
 
 
 def check_tokens(tokens: list[int], vocab_size: int) -> None:
@@ -136,6 +144,8 @@ class EngineCore:
 
     def _build(self, path, model: ModelConfig, report: Progress) -> None:
         config, plan, geometry = self.config, self.plan, self.plan.geometry
+        self._engine = CopyEngine(self.device) if self.device.type == "cuda" else None  # the link's one queue
+        self.rates = Rates(model, plan, card_of(self.device), self.dtype.itemsize)
         try:
             self.arena = Arena(plan.pool_bytes, self.device)
         except RuntimeError as error:  # also torch.OutOfMemoryError
@@ -163,12 +173,16 @@ class EngineCore:
             net.expert_layout, layers, model.num_experts, allocator=allocator,
             page_class=plan.expert_class, arena=self.arena, table=expert_table,
             lendable=plan.experts_lendable, resident=plan.experts_resident, poison=config.debug_pool,
+            copy=self._promotions(),
         )  # fmt: skip
         if config.load_format == "dummy":
             dummy_weights(net, config.seed, self.store.sink)
         else:
             load_weights(path, net, self.store.sink, progress=report)
         self.store.fill_initial()
+        while self.store.in_flight.any():
+            self.store.poll()
+            time.sleep(0.001)
         self._tables, self._expert_table, self._ops = kv_tables, expert_table, backend
         cache = KVCache(
             allocator, [g.page_class for g in kv_groups], config.block_size, slots, blocks,
@@ -184,10 +198,15 @@ class EngineCore:
         self.memory = Memory(
             cache, self.store, ResidencyPolicy(layers, model.num_experts),
             make_boundary(config), plan, on_freed=self._poison if config.debug_pool else None, states=states,
+            move_pages=self._copy_pages,
         )  # fmt: skip
+        self.memory.know(self.rates.cost)
+        budget = None
+        if self.device.type == "cuda":  # on a CPU no link makes a few prompt tokens as dear as many
+            budget = PromptBudget(seconds(config.ttft_slo), seconds(config.itl_slo))
         self.scheduler = Scheduler(
             self.memory, max_num_seqs=slots, max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=plan.max_model_len,
+            max_model_len=plan.max_model_len, budget=budget,
         )  # fmt: skip
         self.runner = self._make_runner(net, expert_table.device_table, report)
 
@@ -206,7 +225,8 @@ class EngineCore:
             stream = ExpertStream(
                 net.expert_layout, self.store.host_page, table=self._expert_table,
                 allocator=self.memory.cache.allocator, page_class=plan.expert_class, arena=self.arena,
-                top_k=model.top_k, poison=config.debug_pool,
+                top_k=model.top_k, copies=self._engine, poison=config.debug_pool,
+                reserve=plan.streaming_bytes // net.expert_layout.page_bytes,
             )  # fmt: skip
         runner = GraphRunner(
             net, views, table, builder, sampling, io, max_tokens=config.max_num_batched_tokens,
@@ -216,8 +236,19 @@ class EngineCore:
             overlaps=model.recurrent is None,
         )  # fmt: skip
         self._flush_tables()
+        for group in plan.geometry.groups:  # compiled now, so that nothing is while requests wait
+            self._copy_pages(group.page_class, [0], [0])
+        cell = torch.zeros(1, dtype=torch.int64, device=self.device)
+        kv_table = self._tables.device_table
+        self._ops.apply_edits(kv_table, cell, kv_table.view(-1)[:1].clone())
         runner.prepare(capture=model.recurrent is None and not config.enforce_eager, report=report)
         return runner
+
+    def _promotions(self) -> Copy:
+        """How promotions reach the pool: beside the steps, where steps run ahead of the host."""
+        if self._engine is None or self.model_config.recurrent is not None:
+            return copy_now
+        return SideStreamCopy(CudaLane(self._engine.stream))
 
     def _layout(self, model: ModelConfig, group: LayerGroup) -> KVLayout:
         return KVLayout(
@@ -269,7 +300,8 @@ class EngineCore:
     def _copy_pages(self, cls: int, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy pages of a class, in the order of the steps."""
         geometry = self.plan.geometry
-        pages = torch.tensor([source, target], dtype=torch.int32, device=self.device)
+        pages = torch.tensor([source, target], dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        pages = pages.to(self.device, non_blocking=True)
         self._ops.move_pages(
             self.arena.data, pages[0], pages[1], geometry.grain, geometry.classes[cls].payload_bytes
         )
@@ -335,6 +367,7 @@ class EngineCore:
         began = time.monotonic()
         outputs = self._admit_compiled(began) if self.grammars.waiting else []
         ended, self._under_way = self._under_way, None
+        self.store.poll()
         plan = self.scheduler.schedule(began)
         self.memory.poison_freed()
         self.stalled = not plan.requests and ended is None
@@ -361,11 +394,13 @@ class EngineCore:
         plan = ended.plan
         result, touched = ended.result()
         now = time.monotonic()
-        seconds = now - max(launched_at, self._updated_at)  # the device had the step before to finish
+        took = now - max(launched_at, self._updated_at)  # the device had the step before to finish
         self._updated_at = now
+        if self.rates.observe(plan, touched, self.store.resident, took):
+            self.memory.know(self.rates.cost)
         outputs = self.scheduler.update(plan, result, now)
         prompt_tokens = plan.num_tokens - len(plan.requests)  # 0 in a step of decodes
-        self.memory.after_step(touched, self.scheduler, now, seconds, prompt_tokens)
+        self.memory.after_step(touched, self.scheduler, now, took, prompt_tokens)
         self.steps += 1
         self._step_tokens.append(plan.num_tokens)
         for unread in (self._step_tokens, self.scheduler.samples):
@@ -420,7 +455,7 @@ class EngineCore:
         groups = geometry.groups_of(Kind.KV)
         block_bytes, per_block = sum(geometry.classes[g.page_class].page_bytes for g in groups), len(groups)
         expert_bytes = geometry.classes[self.plan.expert_class].page_bytes
-        resident = int(self.store.resident.sum())
+        resident = int((self.store.resident | self.store.in_flight).sum())
         blocks = cache.counts()
         tenants = {("kv", "used"): blocks.used, ("kv", "cached"): blocks.cached}
         pages = {key: n * per_block for key, n in tenants.items()}

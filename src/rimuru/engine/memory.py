@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from .scheduler import Scheduler
 
 RECONSIDER = 16  # steps after which the boundary is looked at again without any demand
-PROMOTIONS_PER_STEP = 4  # experts copied in beside one step; more would delay the next
 PROMOTE_EVERY = 4  # steps; ranking costs more than the steps between two rankings can gain
+PROMOTIONS = (4, 64)  # experts brought in after a ranking: at least, and at most
+PROMOTION_SHARE = 0.5  # of what the link carries between two rankings may go to promotions
 MOVE_BYTES = 256 << 20  # of one page class moved at a time: 0.2 ms of an H200's memory, read and written
 
 
@@ -35,8 +36,12 @@ class Experts(Protocol):
     """The experts as tenants: the engine's store moves bytes, the simulator's only counts them."""
 
     resident: np.ndarray  # bool [L, E]
-    in_flight: np.ndarray  # bool [L, E], those with a page whose bytes are on their way
     lendable: np.ndarray  # bool [L, E], those with a host copy
+
+    @property
+    def in_flight(self) -> np.ndarray:
+        """Bool `[L, E]`: those with a page whose bytes are on their way."""
+        ...
 
     def promote(self, experts: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """Bring experts in while pages last; returns those that came."""
@@ -61,11 +66,12 @@ class Memory:
         plan: MemoryPlan,
         on_freed: Callable[[list[tuple[int, int]]], None] | None = None,
         states: StateCache | None = None,
-        move_pages: Callable[[int, Sequence[int], Sequence[int]], None] = lambda cls, source, target: None,
+        move_pages: Callable[[int, Sequence[int], Sequence[int]], None] | None = None,
     ):
         """`on_freed` is told the (class, page) of KV and state pages given back, before anybody fills them.
         `states`: the recurrent states of a hybrid model. `move_pages(class, sources, targets)` copies whole
-        pages, after every step launched before and before the tables are flushed for the next.
+        pages, after every step launched before and before the tables are flushed for the next; without it
+        pages stay where they are.
         """
         self.cache, self.experts, self.residency, self.boundary = cache, experts, residency, boundary
         self.states, self.state_blocks = states, plan.state_blocks
@@ -370,9 +376,9 @@ class Memory:
         experts = self.experts
         held = experts.resident | experts.in_flight
         room = self.target - int(np.count_nonzero(held))
-        budget = self.plan.experts_total if self.boundary.name == "swing" else PROMOTIONS_PER_STEP
+        budget = self._promotion_budget()
         if room > 0:
-            self._whole_pages(min(room, budget))
+            self._whole_pages(min(room, budget), min(room, 4 * budget))
         swaps = self.residency.promotions(
             held, budget, free=max(0, min(room, budget)), lendable=experts.lendable, in_use=experts.in_flight
         )
@@ -385,17 +391,31 @@ class Memory:
         self.demotions += len(leaving)
         self.promotions += len(came)
 
-    def _whole_pages(self, experts: int) -> None:
-        """Have that many expert pages free, from pages reserved ahead and from cached prefixes."""
+    def _promotion_budget(self) -> int:
+        """Experts that may be brought in now: the more, the more time steps leave the link."""
+        least, most = PROMOTIONS
+        if self.boundary.name == "swing":
+            return self.plan.experts_total
+        if self.cost is None or self.cost.card.link_bytes_s >= self.cost.card.hbm_bytes_s:
+            return least  # unknown, or one memory for both: copies would only cost
+        link = PROMOTION_SHARE * PROMOTE_EVERY * self.step_seconds * self.cost.card.link_bytes_s
+        return max(least, min(most, int(link / self._expert_bytes)))
+
+    def _whole_pages(self, experts: int, lot: int) -> None:
+        """Where fewer than `experts` expert pages are free, make it `lot`, from pages reserved ahead, from
+        such as lie apart and from cached prefixes: looking at all of those is not for every step."""
         cache, cls = self.cache, self.plan.expert_class
+        if cache.allocator.obtainable(cls) >= experts:
+            return
         # The cheapest first: pages moved cost a copy on the device, prefixes forgotten a computation.
         for make in (
             lambda parents: cache.take_back_reserved(),
             self.compact,
             cache.evict_parents,
             lambda parents: self.compact(parents, over_cached=True),
+            cache.evict_parents,
         ):
-            lacking = experts - cache.allocator.obtainable(cls)
+            lacking = lot - cache.allocator.obtainable(cls)
             if lacking <= 0:
                 return
             make(lacking)
@@ -406,6 +426,8 @@ class Memory:
 
         Experts do not move: one that can leave its page has a host copy and is demoted instead.
         """
+        if self._move_pages is None:
+            return 0
         self.poison_freed()  # of what was given back before, some will be filled now
         classes = self.plan.geometry.classes
         before = self.moved_bytes

@@ -32,6 +32,9 @@ GRAPH_TOKENS = 512  # of the largest captured step
 # an H200), and what torch's allocator loses between blocks.
 GPU_DRIVER = 960 << 20
 GPU_SLACK = 1.05
+STREAM_PAGES = (
+    16  # of the ring that a large step's missing experts come through, beside what the pool has free
+)
 GRANT = 256  # alignment of single allocations and of the parts of an expert page, bytes
 
 
@@ -86,6 +89,7 @@ class MemoryPlan:
     workspace_bytes: int  # an upper bound of one step's activations and logits
     tables_bytes: int
     driver_bytes: int  # of a GPU's driver, kernels and graphs; 0 on a CPU
+    streaming_bytes: int  # where prefill finds experts that come from host memory; 0 where none do
     pool_bytes: int
     geometry: Geometry
     expert_class: int  # index of the EXPERT page class
@@ -142,6 +146,7 @@ class MemoryPlan:
             "workspace_bytes": self.workspace_bytes,
             "tables_bytes": self.tables_bytes,
             "driver_bytes": self.driver_bytes,
+            "streaming_bytes": self.streaming_bytes,
             "pool_bytes": self.pool_bytes,
             "host_bytes": self.host_bytes,
             "huge_page_bytes": geometry.huge_bytes,
@@ -173,6 +178,7 @@ class MemoryPlan:
             ("  workspace of a step", show(self.workspace_bytes)),
             ("  page tables", show(self.tables_bytes)),
             *([("  driver, kernels, graphs", show(self.driver_bytes))] if self.driver_bytes else []),
+            *([("  experts on their way", show(self.streaming_bytes))] if self.streaming_bytes else []),
             ("  page pool", show(self.pool_bytes)),
             ("experts resident / all", f"{self.experts_resident:,} / {self.experts_total:,}"),
             ("experts lendable (host copies)", f"{self.experts_lendable:,} ({show(self.host_bytes)})"),
@@ -351,7 +357,6 @@ def plan_memory(
     if cap is None:
         share = device_available * (0.5 if device_is_host else config.gpu_memory_utilization)
         cap = min(int(share), fixed + everything * geometry.huge_bytes)
-    huge = max(0, cap - fixed) // geometry.huge_bytes
 
     expert_bytes = geometry.classes[expert_class].page_bytes
     kept = total if config.resident_experts is None else config.resident_experts
@@ -367,7 +372,11 @@ def plan_memory(
             budget = max(0, int(host_available * 0.8) - (cap if device_is_host else 0))
         return min(total, budget // expert_bytes)
 
-    lendable = lendable_under(cap)
+    lendable, streaming = lendable_under(cap), 0
+    if lendable and not device_is_host and reserve is None:
+        streaming = STREAM_PAGES * expert_bytes
+        fixed += streaming
+    huge = max(0, cap - fixed) // geometry.huge_bytes
     policy = make_boundary(config)
     # A length the user asked for is a promise; the model's own length is only a wish.
     least_blocks = blocks if config.max_model_len else 1
@@ -384,6 +393,7 @@ def plan_memory(
             ("workspace of a step", workspace, "--max-num-batched-tokens, --max-num-seqs"),
             ("page tables", tables, "--max-num-seqs, --max-model-len"),
             *([("driver, kernels, graphs", driver, "a CUDA context's own")] if driver else []),
+            *([("experts on their way", streaming, f"{STREAM_PAGES} pages")] if streaming else []),
             (
                 "experts that must stay", roots(floor, 0, 0) * geometry.huge_bytes,
                 f"{floor:,} of {total:,}: policy {config.memory_policy}, {lendable:,} have a host copy",
@@ -423,7 +433,7 @@ def plan_memory(
         )
     return MemoryPlan(
         device_bytes=cap, weights_bytes=weights, workspace_bytes=workspace, tables_bytes=tables,
-        driver_bytes=driver,
+        driver_bytes=driver, streaming_bytes=streaming,
         pool_bytes=huge * geometry.huge_bytes, geometry=geometry, expert_class=expert_class, units=units,
         expert_pages=capacity.pool_pages, experts_total=total, experts_resident=resident,
         experts_floor=floor, experts_lendable=lendable, host_bytes=lendable * expert_bytes,

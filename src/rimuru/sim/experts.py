@@ -32,6 +32,7 @@ class CountedExperts:
         rank = np.arange(experts)[None, :] * layers + np.arange(layers)[:, None]
         self.lendable = rank < lendable
         self.resident = np.zeros((layers, experts), bool)
+        self.in_flight = np.zeros((layers, experts), bool)  # none ever: a promotion is charged at once
         self.link_bytes = 0
         self._allocator, self._class = allocator, page_class
         self._bytes = allocator.geometry.classes[page_class].page_bytes
