@@ -61,7 +61,7 @@ def test_a_page_for_an_expert_is_made_by_moving_before_any_prefix_is_forgotten(b
         moved, cached = memory.moved_bytes, cache.evictable_blocks()
         wanted = cache.allocator.obtainable(expert) + 1
         if not made and cached and cache.allocator.free_inside(b.core.plan.geometry.class_of(Kind.KV)) >= 3:
-            memory._whole_pages(wanted)
+            memory._whole_pages(wanted, wanted)
             assert memory.moved_bytes > moved
             assert cache.allocator.obtainable(expert) >= wanted
             assert cache.evictable_blocks() == cached

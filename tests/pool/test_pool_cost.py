@@ -47,7 +47,7 @@ def test_bulk_work_is_cheaper_than_a_list_of_pages_with_counts():
                 counts[block] -= 1
             free.extend(some)
 
-    # Measured at 0.45 to 0.91 of it on this plan, on a busy machine; beyond 1.2 it is a change of the algorithm,
-    # not noise.
-    ours, theirs = bench.bulk_work("_wide"), yardstick
-    assert min(bench.timed(ours) for _ in range(7)) < 1.2 * min(bench.timed(theirs) for _ in range(7))
+    # Measured at 0.45 to 0.91 of it on this plan, on a busy machine; where not one of seven runs is below
+    # 1.2 it is a change of the algorithm, not noise.
+    ours = bench.bulk_work("_wide")
+    assert min(bench.timed(ours) / bench.timed(yardstick) for _ in range(7)) < 1.2

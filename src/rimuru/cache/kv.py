@@ -19,10 +19,10 @@ of everything is in `audit`.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, cycle, pairwise
+from itertools import chain, cycle
 from typing import Protocol
 
 import numpy as np
@@ -32,6 +32,7 @@ from rimuru.pool.compact import plan_moves
 
 from .audit import audit
 from .idle import Block, IdleBlocks
+from .ranking import cheapest_parents, pages_of
 
 
 class RowWriter(Protocol):
@@ -151,7 +152,7 @@ class KVCache:
         rows = [np.array(row[held * n :]) for held, row in zip(self.held, self._rows, strict=True)]
         if self._only is None:
             rows = [row.reshape(-1, n)[:, groups].ravel() for row in rows]
-        idle = _pages([block for run in self._idle.runs() for block in run], n)
+        idle = pages_of([block for run in self._idle.runs() for block in run], n)
         return np.concatenate([idle[:, groups].ravel(), *rows])
 
     def row(self, slot: int, group: int = 0) -> list[int]:
@@ -328,48 +329,25 @@ class KVCache:
     def evict_parents(self, parents: int) -> int:
         """Forget cached blocks until `parents` parents have come back whole; how many did.
 
-        Only parents that hold nothing but idle blocks are candidates. The price of one is what has
-        to be computed again: its blocks and, as a prefix is found from its head, the blocks behind
-        them. Cheapest first, then least recently used. This looks at every idle block.
+        Only parents that hold nothing but idle blocks are candidates, in the order of
+        `ranking.cheapest_parents`. This looks at every idle block.
         """
-        allocator, classes = self.allocator, self.allocator.geometry.classes
+        classes = self.allocator.geometry.classes
         if not any(self._idle.count * n >= classes[cls].per_parent for cls, n in self._each.items()):
             return 0
         runs = list(self._idle.runs())
-        pages = _pages(chain.from_iterable(runs), self._groups)
-        lengths = np.array(list(map(len, runs)), np.int64)
-        run = np.repeat(np.arange(len(runs)), lengths)
-        at = np.arange(len(pages)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        # Price, newest run, and the runs with what would be left of them.
-        offers: list[tuple[int, int, np.ndarray, np.ndarray]] = []
-        for cls, groups in self._groups_of.items():
-            homes = allocator.parents_of(cls, pages[:, groups]).ravel()
-            order = np.argsort(homes, kind="stable")  # in a parent by run, in a run by place
-            homes, blocks = homes[order], order // len(groups)
-            bounds = [*np.flatnonzero(np.diff(homes, prepend=-1)).tolist(), len(homes)]
-            for start, stop in pairwise(bounds):
-                if stop - start == allocator.load(cls, int(homes[start])):
-                    found = blocks[start:stop]
-                    heads = found[np.flatnonzero(np.diff(run[found], prepend=-1))]
-                    price = int((lengths[run[heads]] - at[heads]).sum())
-                    offers.append((price, int(run[heads[-1]]), run[heads], at[heads]))
-        offers.sort(key=lambda offer: offer[:2])
-
-        def cut() -> int:
-            return sum(map(allocator.parents, self._each))
-
-        before = cut()
-        for _, _, which, keep in offers:
-            if before - cut() >= parents:
+        before = sum(map(self.allocator.parents, self._each))
+        for heads in cheapest_parents(runs, self.allocator, self._groups_of):
+            if before - sum(map(self.allocator.parents, self._each)) >= parents:
                 break
             victims: list[Block] = []
-            for r, length in zip(which.tolist(), keep.tolist(), strict=True):
-                victims += runs[r][length:]
-                del runs[r][length:]
+            for run, length in heads:
+                victims += runs[run][length:]
+                del runs[run][length:]
             for block in victims:
                 self._idle.take(block)
             self._forget(victims)
-        return before - cut()
+        return before - sum(map(self.allocator.parents, self._each))
 
     def compact(
         self,
@@ -406,7 +384,7 @@ class KVCache:
             self._forget(victims)
             self.allocator.move(cls, plan)
             new = dict(plan)
-            self._relocate(new)
+            self._relocate(new, cached_too=not idle)
             moves += [Move(cls, source, target) for source, target in plan]
             if self._freed is not None:
                 filled = {(cls, target) for target in new.values()}
@@ -421,29 +399,38 @@ class KVCache:
 
         Returns the blocks by such pages; those that share their parent with no page in use are none.
         """
+        allocator = self.allocator
+        in_use = np.zeros(allocator.roots, bool)
+        in_use[allocator.roots_of(np.array(array("i", chain.from_iterable(self._rows))))] = True
+        for home in [home for home in homes if not in_use[allocator.roots_of(home)]]:
+            del homes[home]
         blocks = [block for run in self._idle.runs() for block in run]
-        pages = _pages(blocks, self._groups)[:, groups]
+        pages = pages_of(blocks, self._groups)[:, groups]
+        near = np.flatnonzero(in_use[allocator.roots_of(pages)].any(axis=1))
+        blocks, pages = [blocks[i] for i in near.tolist()], pages[near]
         found, where, count = np.unique(
-            self.allocator.parents_of(cls, pages), return_inverse=True, return_counts=True
+            allocator.parents_of(cls, pages), return_inverse=True, return_counts=True
         )
-        loads = np.array([self.allocator.load(cls, home) for home in found.tolist()], np.int64)
+        loads = np.array([allocator.load(cls, home) for home in found.tolist()], np.int64)
         for home in found[count == loads].tolist():
             homes.pop(home, None)
         mixed = (count < loads)[where].reshape(pages.shape)
         cached: dict[int, Block] = {}
         for i, page in zip(np.nonzero(mixed)[0].tolist(), pages[mixed].tolist(), strict=True):
-            home = self.allocator.parent_of(cls, page)
+            home = allocator.parent_of(cls, page)
             if home not in homes:
-                homes[home] = self.allocator.pages_of(cls, home), set()
+                homes[home] = allocator.pages_of(cls, home), set()
             homes[home][0].remove(page)
             homes[home][1].add(page)
             cached[page] = blocks[i]
         return cached
 
-    def _relocate(self, new: dict[int, int]) -> None:
-        """Replace pages wherever they are written down. A page in use starts where no other does, so that
-        it is known without its class."""
-        n, roots = self._groups, self.allocator.roots_of
+    def _relocate(self, new: dict[int, int], cached_too: bool) -> None:
+        """Replace pages wherever they are written down, with `cached_too` in blocks nobody reads as well.
+
+        A page that is taken starts where no other does, so that it is known without its class.
+        """
+        roots = self.allocator.roots_of
         left = np.zeros(self.allocator.roots, bool)
         left[roots(np.array(list(new)))] = True
         changed: list[Block] = []
@@ -453,9 +440,10 @@ class KVCache:
             self._rows[slot] = array("i", [new.get(page, page) for page in row])
             self._write(slot, 0)
             changed += self._shared[slot]
-        idle = [block for run in self._idle.runs() for block in run]
-        hit = left[roots(_pages(idle, n))].any(axis=1)
-        changed += [idle[i] for i in np.flatnonzero(hit).tolist()]
+        if cached_too:
+            idle = [block for run in self._idle.runs() for block in run]
+            hit = left[roots(pages_of(idle, self._groups))].any(axis=1)
+            changed += [idle[i] for i in np.flatnonzero(hit).tolist()]
         for block in changed:  # one that two slots share comes twice, which no page minds: targets are free
             block.pages = array("i", [new.get(page, page) for page in array("i", block.pages)]).tobytes()
 
@@ -659,8 +647,3 @@ class KVCache:
     def check(self) -> None:
         """Recount everything; `CorruptPoolError` where the books contradict themselves."""
         audit(self)
-
-
-def _pages(blocks: Iterable[Block], groups: int) -> np.ndarray:
-    """The pages of blocks, int32 `[blocks, groups]`."""
-    return np.frombuffer(b"".join([block.pages for block in blocks]), np.int32).reshape(-1, groups)

@@ -522,8 +522,8 @@ class Allocator:
         """`parent_of` of an array of pages of a class that is not the root's."""
         return self._parent_of(self._levels[cls], pages)
 
-    def roots_of(self, pages: np.ndarray) -> np.ndarray:
-        """The root pages, by number, in which pages of any class lie."""
+    def roots_of(self, pages: Any) -> Any:
+        """The root pages, by number, in which pages of any class (an array, or one) lie."""
         return pages // self._levels[0].stride
 
     def load(self, cls: int, parent: int) -> int:
