@@ -3,7 +3,8 @@
 A random Qwen3-MoE (4 layers, hidden 128, 8 experts) is served by `rimuru serve` on the CPU in float32 and,
 where `--peer` names one, by another server of the OpenAI API on the same machine. Both are started first,
 then measured in turn, round by round, with the same client, so that whatever else runs meets both alike. The
-best round counts. Requests have 32 prompt tokens, and every output has its full length.
+best round counts. CPU time a token, over all processes of a server, depends less on what else runs. Requests
+have 32 prompt tokens, and every output has its full length.
 
     python benchmarks/engine_overhead.py [--streams 1 4 16] [--rounds 5] [--json out.json]
     python benchmarks/engine_overhead.py \
@@ -39,8 +40,8 @@ START_SECONDS = 400.0  # a peer may compile its kernels first
 
 
 @contextlib.contextmanager
-def running(command: list[str], port: int, log: Path) -> Iterator[str]:
-    """A server's process, once its `/health` answers; its address."""
+def running(command: list[str], port: int, log: Path) -> Iterator[tuple[str, int]]:
+    """A server's process, once its `/health` answers; its address and process id."""
     with open(log, "wb") as sink:
         process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT)
     url = f"http://127.0.0.1:{port}"
@@ -52,7 +53,7 @@ def running(command: list[str], port: int, log: Path) -> Iterator[str]:
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=2):
                 break
             time.sleep(0.2)
-        yield url
+        yield url, process.pid
     finally:
         process.terminate()
         try:
@@ -72,6 +73,14 @@ def own_model() -> str:
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return listener.getsockname()[1]
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process and its children so far (Linux)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    own = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return own + sum(cpu_seconds(int(child)) for child in children)
 
 
 def rate(url: str, streams: int, tokens: int, seed: int) -> float:
@@ -113,28 +122,36 @@ def main(argv: list[str] | None = None) -> int:
         ports["peer"] = free_port()
         commands["peer"] = shlex.split(args.peer.format(model=model, port=ports["peer"]))
     found: dict[str, dict[int, list[float]]] = {name: {n: [] for n in args.streams} for name in commands}
+    cpu: dict[str, dict[int, list[float]]] = {name: {n: [] for n in args.streams} for name in commands}
     loads = []
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        urls = {
+        servers = {
             name: stack.enter_context(running(command, ports[name], Path(folder) / name))
             for name, command in commands.items()
         }
-        for url in urls.values():  # what is compiled at first use is compiled now
+        for url, _ in servers.values():  # what is compiled at first use is compiled now
             for streams in args.streams:
                 rate(url, streams, 16, 0)
         for turn in range(args.rounds):
             for streams in args.streams:
-                for name, url in urls.items():
+                for name, (url, pid) in servers.items():
+                    before = cpu_seconds(pid)
                     found[name][streams].append(rate(url, streams, args.tokens, turn))
+                    cpu[name][streams].append((cpu_seconds(pid) - before) / streams / args.tokens * 1e6)
             loads.append(os.getloadavg()[0])
     print(f"output tokens/s, best of {args.rounds}; load of the machine {min(loads):.1f} to {max(loads):.1f}")
     for name, by_streams in found.items():
         print(f"  {name:<8}" + "".join(f"{n:>4} streams {max(r):>9,.0f}" for n, r in by_streams.items()))
+    print("CPU time a token in microseconds, least of the rounds")
+    for name, by_streams in cpu.items():
+        print(f"  {name:<8}" + "".join(f"{n:>4} streams {min(r):>9,.0f}" for n, r in by_streams.items()))
     if args.peer:
         ratios = {n: max(found["rimuru"][n]) / max(found["peer"][n]) for n in args.streams}
-        print("  ratio   " + "".join(f"{n:>4} streams {r:>9.2f}" for n, r in ratios.items()))
+        print(
+            "ratio of the rates\n          " + "".join(f"{n:>4} streams {r:>9.2f}" for n, r in ratios.items())
+        )
     if args.json:
-        Path(args.json).write_text(json.dumps({"loads": loads, "rates": found}, indent=1))
+        Path(args.json).write_text(json.dumps({"loads": loads, "rates": found, "cpu_us": cpu}, indent=1))
     return 0
 
 

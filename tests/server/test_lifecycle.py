@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import threading
 import time
@@ -11,6 +12,7 @@ import httpx
 import openai
 import pytest
 
+from rimuru.engine import process
 from server.conftest import Live
 from server.stub_engine import StubEngine
 
@@ -210,6 +212,17 @@ def test_draining_stops_what_outlasts_the_limit(serve) -> None:
     thread.join(5)
     assert '"code":503' in results[0]
     assert results[0].endswith("data: [DONE]\n\n")
+
+
+def test_the_engine_s_threads_leave_a_core_to_the_front_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    process._leave_a_core()
+    assert os.environ["OMP_NUM_THREADS"] == "7"
+    for cores, threads in ((1, "1"), (2, "1"), (16, "15")):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, n=cores: set(range(n)), raising=False)
+        monkeypatch.delenv("OMP_NUM_THREADS")
+        process._leave_a_core()
+        assert os.environ["OMP_NUM_THREADS"] == threads
 
 
 def test_slow_and_silent_clients_do_not_hold_up_others(serve) -> None:

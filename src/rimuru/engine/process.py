@@ -268,6 +268,7 @@ def run_core(config: EngineConfig, folder: str, log_level: int) -> None:
     # A terminal or a supervisor signals both processes; the parent decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _leave_a_core()  # before torch is imported, which reads it then
     faulthandler.register(signal.SIGUSR1)
     logging.basicConfig(level=log_level, format=LOG_FORMAT)
     threading.Thread(target=_die_with_parent, args=(folder,), name="rimuru-parent", daemon=True).start()
@@ -284,6 +285,16 @@ def run_core(config: EngineConfig, folder: str, log_level: int) -> None:
         inbox.close()
         outbox.close()
         context.term()
+
+
+def _leave_a_core() -> None:
+    """Keep OpenMP off one core, the front end's, unless the user says how many threads there are.
+
+    Between short operations its threads spin, and a front end that has to share a core with them costs more
+    tokens than the last thread brings.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores - 1)))
 
 
 def _die_with_parent(folder: str) -> None:
