@@ -1,8 +1,9 @@
 """Compile Triton kernels for a chip that is not there, and read what the assembler says of them.
 
 Run in a process of its own (`python -m kernels.compile_only moe 90`, optionally with how many of
-the kernels): the interpreter, where it is on, changes every kernel of a process. Prints one JSON
-object a line: name, registers, spills, shared memory, and whether wgmma is used.
+the kernels; `attention+sampling` for both): the interpreter, where it is on, changes every kernel of
+a process. Prints one JSON object a line: name, registers, spills (bytes of stack of a thread, which
+nothing else uses), shared memory, and whether wgmma is used. What is compiled stays in Triton's cache.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from importlib import import_module
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 TESTS = Path(__file__).parent.parent
@@ -71,21 +72,18 @@ def _pretend(chip: int) -> None:
     driver.set_active(Driver())
 
 
-def _assemble(kernel, chip: int) -> dict:
+def _inspect(kernel) -> dict:
     import triton
 
-    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
-    assembler = tools / ("ptxas-blackwell" if chip >= 100 else "ptxas")
-    with tempfile.NamedTemporaryFile(suffix=".ptx", mode="w") as f:
-        f.write(kernel.asm["ptx"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+        f.write(kernel.asm["cubin"])
         f.flush()
-        target = re.search(r"\.target (\w+)", kernel.asm["ptx"])[1]
-        command = [assembler, "-v", "--gpu-name", target, f.name, "-o", "/dev/null"]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)
+        text = subprocess.run([tool, "-res-usage", f.name], capture_output=True, text=True, check=True).stdout
+    used = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
     return {
-        "registers": int(re.search(r"Used (\d+) registers", text)[1]),
-        "spills": int(spills[1]) + int(spills[2]),
+        "registers": int(used[1]),
+        "spills": int(used[2]) + int(used[3]),
         "shared": kernel.metadata.shared,
         "wgmma": "wgmma.mma" in kernel.asm["ptx"],
     }
@@ -94,9 +92,11 @@ def _assemble(kernel, chip: int) -> dict:
 def main(subject: str, chip: int, first: int | None = None) -> None:
     _pretend(chip)
     # A subject module has `kernels(chip)` that yields (name, what `kernel.warmup` returns).
-    kernels: Iterator = import_module(f"kernels.compile_{subject}").kernels(chip)
+    kernels: Iterator = chain.from_iterable(
+        import_module(f"kernels.compile_{part}").kernels(chip) for part in subject.split("+")
+    )
     for name, kernel in islice(kernels, first):
-        print(json.dumps({"name": name} | _assemble(kernel, chip)), flush=True)
+        print(json.dumps({"name": name} | _inspect(kernel)), flush=True)
 
 
 if __name__ == "__main__":

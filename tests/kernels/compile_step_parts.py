@@ -1,4 +1,4 @@
-"""Norm, rotary and KV write, moves and the draw, for `kernels.compile_only`."""
+"""Norm, rotary and KV write, dense products of few rows, for `kernels.compile_only`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from importlib import import_module
 
 import torch
 
-from rimuru.kernels.triton import norm_rope, sampling, tables
+from rimuru.kernels.triton import norm_rope
 
 # The package's attributes of these names are functions.
 linear, embed = (import_module(f"rimuru.kernels.triton.{name}") for name in ("linear", "embed"))
@@ -52,24 +52,3 @@ def kernels(chip: int):
             i32, i32, i64, bf16, bf16, WIDTH=2048, LATEST=True, BLOCK=1024, num_warps=4, grid=(1,)
         ),
     )
-    yield (
-        "move",
-        tables.move_kernel.warmup(
-            i32, i32, i32, WORDS=393_216, GRAIN=2048, BLOCK=8192, num_warps=8, grid=(1,)
-        ),
-    )
-    for dtype in (bf16, f32):
-        yield (
-            f"race {dtype}",
-            sampling.race_kernel.warmup(
-                dtype, 151_936, f32, i64, i64, f32, i32, f32, f32, VOCAB=151_936, SPLIT=sampling.SPLIT,
-                num_warps=8, grid=(1,),
-            ),
-        )  # fmt: skip
-        yield (
-            f"filter {dtype}",
-            sampling.filter_kernel.warmup(
-                dtype, 151_936, f32, i32, f32, f32, i64, i64, f32, i32, f32, f32, i32, i32, i32,
-                VOCAB=151_936, SPLITS=38, SPLITS_PAD=64, BLOCK=sampling.BLOCK, num_warps=16, grid=(1,),
-            ),
-        )  # fmt: skip

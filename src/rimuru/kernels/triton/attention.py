@@ -427,7 +427,7 @@ def attention(q: torch.Tensor, kv: KVView, meta: StepMeta, scale: float, window:
             Q_HEADS=q_heads, KV_HEADS=lay.heads, DIM=dim, BLOCK_TOKENS=lay.block_tokens,
             GRAIN=lay.grain_elems, SEQS=max(64, triton.next_power_of_2(seqs + 1)), WINDOW=window > 0,
             BLOCK_M=tile.m, BLOCK_N=tile.n, TURNS=turns, PRECISION=precision,
-            num_warps=tile.warps, num_stages=tile.stages,
+            num_warps=tile.warps, num_stages=tile.stages, maxnreg=tiles.registers(q.dtype),
         )  # fmt: skip
     tile, wide_splits = tiles.decode_tile(q.dtype, dim, group, shared), 0
     if mixed:

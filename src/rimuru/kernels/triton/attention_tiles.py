@@ -40,7 +40,7 @@ def shared_memory_class(capability: tuple[int, int]) -> int:
 def prompt_tile(dtype: torch.dtype, dim: int, shared: int, few: bool = False) -> Tile:
     """Tile of the prompt kernel for a shared memory class. few: 128 rows would leave multiprocessors idle."""
     if dtype == torch.float32:
-        return Tile(32, 32, 8, 2) if dim <= 128 else Tile(16, 16, 4, 2)
+        return Tile(16, 16, 4, 2)
     if dim <= 64:
         return Tile(128, 64, 4 if shared == 227 else 8, 3)
     if dim <= 128:
@@ -48,6 +48,15 @@ def prompt_tile(dtype: torch.dtype, dim: int, shared: int, few: bool = False) ->
             return Tile(128, 32, 8, 2)
         return Tile(64, 64, 4, 3) if few else Tile(128, 128, 8, 3)
     return Tile(128, 32, 8, 2) if shared == 227 else Tile(64, 32, 8, 2)
+
+
+def registers(dtype: torch.dtype) -> int | None:
+    """Registers that a thread of the prompt kernel is told it may use.
+
+    Without tensor cores a product is unrolled into hundreds of multiply-adds, for which the assembler,
+    left alone, aims at fewer registers than there are and spills.
+    """
+    return 255 if dtype == torch.float32 else None
 
 
 def decode_tile(dtype: torch.dtype, dim: int, group: int, shared: int) -> Tile:
