@@ -134,7 +134,7 @@ class Toy:
                 last.held = last.age = 0
                 self.waiting.insert(0, last)
             request.held += request.held > 0 and self.free > 0
-        while plan.admit and self.waiting and self.free >= START and len(self.running) < 64:
+        while self.waiting and self.free >= START and len(self.running) < 64:
             request = self.waiting.pop(0)
             request.held = START
             self.waits.append(self.now - request.arrival)

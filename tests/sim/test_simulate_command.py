@@ -26,7 +26,7 @@ def flags(tmp_path: Path) -> list[str]:
     (tmp_path / "t.csv").write_text("prompt_tokens,output_tokens\n" + rows + "\n")
     return [
         "--model", str(tmp_path / "model"), "--gpu", "RTX 5090", "--trace", str(tmp_path / "t.csv"), "--rate",
-        "50", "--device-memory", "600MB",
+        "50", "--device-memory", "600MB", "--reserve", "220MB",
     ]  # fmt: skip
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .scheduler import Scheduler
 
 RECONSIDER = 16  # steps after which the boundary is looked at again without any demand
-PROMOTE_EVERY = 4  # steps; ranking costs more than the steps between two rankings can gain
+PROMOTE_EVERY = 2  # steps; what a request will touch changes over a dozen of them
 PROMOTIONS = (4, 64)  # experts brought in after a ranking: at least, and at most
 PROMOTION_SHARE = 0.5  # of what the link carries between two rankings may go to promotions
 MOVE_BYTES = 256 << 20  # of one page class moved at a time: 0.2 ms of an H200's memory, read and written

@@ -81,15 +81,13 @@ class BoundaryPlan:
     """What to do before this step.
 
     expert_pages: how many experts may be resident; below the present number, demote, above it,
-    promote as free pages allow: KV takes none of the pages that are wanted so. evict_pages: KV pages
-    of cached prefixes to drop now. cause: `hold`, `growth`, `admission`, `surplus`, `loss` (more is lent
-    than pays), `wait` (forced). admit: False while free pages are for running requests and returning
-    experts only. preempt_by: the cheaper way, should the scheduler have to preempt.
+    promote as free pages allow: whole pages that come free go to experts first. evict_pages: KV pages of
+    cached prefixes to drop now. cause: `hold`, `growth`, `admission`, `surplus`, `loss` (more is lent than
+    pays), `wait` (forced). preempt_by: the cheaper way, should the scheduler have to preempt.
     """
 
     expert_pages: int
     evict_pages: int = 0
-    admit: bool = True
     cause: str = "hold"
     forced: bool = False
     preempt_by: str = "recompute"

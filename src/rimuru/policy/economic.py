@@ -204,19 +204,10 @@ class Economic(Reactive):
             self._quiet_since = None
         elif self._quiet_since is None:
             self._quiet_since = s.now
-        losing = outlook is not None and blocked < self.max_wait and self._loses(s, outlook, best)
-        if losing:
-            spare = (s.kv_obtainable + s.kv_evictable - s.kv_wanted_running) // s.kv_per_expert
-            back = min(s.lent - best, self.reclaim_limit, spare)
-            if back > 0:
-                return BoundaryPlan(
-                    expert_pages=s.expert_resident + back,
-                    admit=False,
-                    cause="loss",
-                    preempt_by=preemption_by(s),
-                    numbers=numbers,
-                )
-            return replace(self._lend_to(s, best, blocked, numbers), admit=False)
+        if outlook is not None and self._loses(s, outlook, best):
+            plan = self._lend_to(s, best, blocked, numbers)
+            back = 0 if plan.forced else min(s.lent - best, self.reclaim_limit)
+            return replace(plan, expert_pages=plan.expert_pages + back, cause="loss" if back else plan.cause)
         if s.shortfall > 0:
             return self._lend_to(s, best, blocked, numbers)
         return _hold(s, s.expert_resident) if s.waiting else self._give_back(s)

@@ -114,7 +114,10 @@ class Simulation:
         if plan.state_groups:
             state_groups = [g.page_class for g in plan.state_groups]
             states = StateCache(allocator, state_groups, config.max_num_seqs)
-        self.memory = Memory(cache, self.experts, residency, boundary, plan, states=states)
+        self.memory = Memory(
+            cache, self.experts, residency, boundary, plan, states=states,
+            move_pages=lambda cls, source, target: None,
+        )  # fmt: skip
         self.memory.know(self.cost)
         budget = PromptBudget.of(ttft_slo_ms, itl_slo_ms) if gather else None
         self.scheduler = Scheduler(
@@ -128,6 +131,7 @@ class Simulation:
         self.first_tokens: list[tuple[float, float]] = []  # arrival and TTFT of those that finished
         self._numbers: dict[str, int] = {}
         self._counted = 0  # link bytes of promotions that a step has paid for
+        self._moved = 0  # bytes of moved pages that a step has paid for
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -234,6 +238,9 @@ class Simulation:
         promoted = self.experts.link_bytes - self._counted
         self._counted = self.experts.link_bytes
         link = int(missed.sum()) * self.expert_bytes + promoted
+        # Moved pages are read and written before the step's own work.
+        moved, self._moved = self.memory.moved_bytes - self._moved, self.memory.moved_bytes
+        seconds += 2 * moved / self.cost.card.hbm_bytes_s * self.cost.factors.hbm
         # Promotions are copied beside the step, but the link carries one thing at a time.
         return max(seconds, link / self.cost.card.link_bytes_s * self.cost.factors.link), link
 
