@@ -83,7 +83,6 @@ class Memory:
         self.held = cache.held
         self.log = DecisionLog()
         self.target = int(experts.resident.sum())  # experts the boundary allows to be resident
-        self.admitting = True  # False while the boundary keeps what comes free for experts that return
         self.expert_hits = self.expert_misses = 0
         self.promotions = self.demotions = 0
         self.cost: CostModel | None = None  # the machine's rates, where they are known
@@ -133,8 +132,6 @@ class Memory:
 
         `slack` blocks must stay free beside them.
         """
-        if not self.admitting and scheduler.running:
-            return False
         states, start = self.states, keys[hit - 1] if hit else None
         self.cache.admit(slot, keys, hit)  # holds the hits, so that making room cannot evict them
         if states is not None and start is not None:
@@ -282,8 +279,15 @@ class Memory:
             return
         if self._steps - self._considered >= RECONSIDER or self.boundary.name == "swing":
             self._consider(scheduler, now, wanted=0)
-        if self._steps % PROMOTE_EVERY == 0 or self.boundary.name == "swing":
+        due = self._steps % PROMOTE_EVERY == 0 or self.boundary.name == "swing"
+        if due or (scheduler.waiting and self._page_for_expert()):
             self._promote()
+
+    def _page_for_expert(self) -> bool:
+        """Whether experts that should come back find a page, which else the next admission takes."""
+        if self.target <= int(np.count_nonzero(self.experts.resident | self.experts.in_flight)):
+            return False
+        return self.cache.allocator.obtainable(self.plan.expert_class) > 0
 
     def rest(self, scheduler: Scheduler, now: float) -> None:
         """Between requests: let the boundary give pages back to the experts."""
@@ -295,7 +299,6 @@ class Memory:
         before = self._snapshot(scheduler, now, wanted)
         plan = self.boundary.decide(before)
         self.log.note(self.boundary.name, before, plan)
-        self.admitting = plan.admit
         self._apply(plan, before.expert_resident)
 
     def _snapshot(self, scheduler: Scheduler, now: float, wanted: int) -> Snapshot:
