@@ -156,6 +156,13 @@ def test_no_flags_mean_the_engine_s_own_defaults() -> None:
     assert serve.server_settings(parsed("m")).served_names == ["m"]
 
 
+def test_a_tokenizer_may_go_by_a_name_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("rimuru.engine.core.local_models", lambda: {"demo": lambda: tmp_path})
+    assert serve.tokenizer_folder("demo") == str(tmp_path)
+    assert serve.tokenizer_folder("org/name") == "org/name"
+    assert serve.tokenizer_folder(None) is None
+
+
 def test_keys_are_not_shown_with_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RIMURU_API_KEY", "from-the-environment")
     settings = serve.server_settings(parsed("m", "--api-key", "secret"))
