@@ -221,15 +221,18 @@ class KVCache:
         Slots that need one more parent each get them in one go.
         """
         held, room = self.held, self._room
-        growing = []
+        growing, wanted = [], []
         for slot, total in zip(slots, totals, strict=True):
             if total > room[slot]:
-                growing.append((slot, total))
+                growing.append(slot)
+                wanted.append(total)
             elif total > held[slot]:
                 held[slot] = total
-        if len(growing) > 1:
-            self._take_parent_each(growing)
-        return [slot for slot, total in growing if self.grow(slot, total, evict)]
+        if len(growing) > 1 and self._take_parent_each(growing, wanted):
+            for slot, total in zip(growing, wanted, strict=True):
+                held[slot] = total
+            return []
+        return [slot for slot, total in zip(growing, wanted, strict=True) if self.grow(slot, total, evict)]
 
     def commit(self, slot: int, keys: Sequence[bytes], upto_blocks: int) -> None:
         """Publish a slot's first `upto_blocks` blocks under their keys, for others to share.
@@ -528,33 +531,32 @@ class KVCache:
         self._append(slot, whole)
         return True
 
-    def _take_parent_each(self, growing: Sequence[tuple[int, int]]) -> None:
-        """`_take_parents` for many (slot, blocks in all) that need one each; for all of them or none."""
+    def _take_parent_each(self, slots: Sequence[int], totals: Sequence[int]) -> bool:
+        """`_take_parents` for many slots (to `totals` blocks) that need one each; for all of them or none."""
         cls, per, rows, n = self._only, self._per, self._rows, self._groups
         if cls is None:
-            return
-        slots = [slot for slot, _ in growing]
+            return False
         pages = [len(rows[slot]) for slot in slots]
-        lacking = [total * n - had for (_, total), had in zip(growing, pages, strict=True)]
+        lacking = [total * n - had for total, had in zip(totals, pages, strict=True)]
         if max(lacking) > per or min(lacking) <= per - (self._ahead + 1) * n:
-            return
+            return False
         if max(pages) + per >= (self.max_blocks + 1) * n:
-            return
+            return False
         nears = [rows[slot][-1] for slot in slots if rows[slot]] if self.prefix_caching else None
         whole = self.allocator.take_whole_each(cls, slots, nears)
         if whole is None:
-            return
-        room, tables, at = self._room, self._tables, 0
+            return False
+        room, at, width = self._room, 0, 4 * per
         before = sum(room)
         for slot, had in zip(slots, pages, strict=True):
-            row = rows[slot]
-            row.frombytes(whole[at : at + 4 * per])
-            at += 4 * per
-            room[slot] = now = (had + per) // n
-            if tables is not None:
-                have = had // n
-                tables.stage_blocks(slot, have, row[have * n : now * n])
+            rows[slot].frombytes(whole[at : at + width])
+            at += width
+            room[slot] = (had + per) // n
         self._taken += sum(room) - before
+        if self._tables is not None:
+            for slot, had in zip(slots, pages, strict=True):
+                self._write(slot, had // n)
+        return True
 
     def _take(self, slot: int, need: int, ahead: int) -> bool:
         """Append `need` blocks (and up to `ahead` more) to a slot's row, or nothing where they are short."""

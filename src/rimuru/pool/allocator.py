@@ -16,6 +16,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +31,9 @@ from .errors import (
 )
 from .geometry import MAX_GRAINS, Geometry, Kind
 from .levels import FULL, ROOT, Holding, Level
+
+
+_TAIL = attrgetter("tail")
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,13 +290,13 @@ class Allocator:
             split.update(dict.fromkeys(fresh, FULL))
             return level.pages_in(fresh).tobytes()
         held = level.held
-        holdings = [held[owner] if owner in held else Holding() for owner in owners]
-        if any(split.get(holding.tail) for holding in holdings):
+        holdings = [held.get(owner) or Holding() for owner in owners]
+        if any(map(split.get, map(_TAIL, holdings))):
             return None
+        held.update(zip(owners, holdings, strict=True))
         fresh = self._cut_roots(level, root, n)
         for holding, parent in zip(holdings, fresh, strict=True):
             holding.whole.append(parent)
-        held.update(zip(owners, holdings, strict=True))
         return level.pages_in(fresh).tobytes()
 
     def _cut_roots(self, level: Level, root: Level, parents: int) -> array[int]:
