@@ -32,7 +32,6 @@ from .errors import (
 from .geometry import MAX_GRAINS, Geometry, Kind
 from .levels import FULL, ROOT, Holding, Level
 
-
 _TAIL = attrgetter("tail")
 
 
