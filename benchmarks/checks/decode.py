@@ -54,7 +54,7 @@ def run(report: Report) -> None:
         mixed(core, report, model)
         report.check(f"{model}: kernels compiled while serving", compiles() - compiled, 0)
         if compiles() > compiled:
-            report.say(f"the last of them: {', '.join(last_compiled)}")
+            report.say(f"the last of them: {last_compiled[-1]}")
         memory(core, report, model)
         del core
         gc.collect()

@@ -12,7 +12,7 @@ import torch
 from rimuru.engine.config import EngineConfig
 from rimuru.engine.core import EngineCore, plan_for
 from rimuru.engine.graphs import GraphRunner
-from rimuru.engine.plan import MemoryPlan, state_pages
+from rimuru.engine.plan import STREAM_PAGES, MemoryPlan, state_pages
 from rimuru.engine.request import FinishReason, SamplingParams, TokenOutput
 from rimuru.engine.step_io import StepIO, StepShape
 from rimuru.pool.geometry import Kind
@@ -131,4 +131,6 @@ def cap_for(family: str, expert_share: float, kv_tokens: int, **options) -> int:
     pool += state_pages(geometry, plan.units, plan.max_num_seqs) * expert
     huge = -(-int(pool) // geometry.huge_bytes)
     fixed = plan.weights_bytes + plan.workspace_bytes + plan.tables_bytes + plan.driver_bytes
+    if config.device == "cuda":
+        fixed += STREAM_PAGES * expert
     return fixed + huge * geometry.huge_bytes

@@ -41,7 +41,7 @@ from .device import available_memory, choose_device, choose_dtype, host_availabl
 from .dummy_routing import make_dummy_routing
 from .grammar import Grammars
 from .graphs import GraphRunner
-from .memory import Memory
+from .memory import PROMOTIONS, Memory
 from .plan import MemoryPlan, make_boundary, plan_memory, sizes_of
 from .rates import Rates, card_of
 from .request import FinishReason, Request, SamplingParams, TokenOutput
@@ -248,7 +248,7 @@ class EngineCore:
         """How promotions reach the pool: beside the steps, where steps run ahead of the host."""
         if self._engine is None or self.model_config.recurrent is not None:
             return copy_now
-        return SideStreamCopy(CudaLane(self._engine.stream))
+        return SideStreamCopy(CudaLane(self._engine.stream), ahead=PROMOTIONS[1])
 
     def _layout(self, model: ModelConfig, group: LayerGroup) -> KVLayout:
         return KVLayout(

@@ -26,7 +26,7 @@ from rimuru.kernels.sampling import SampleOutput, SamplingBatch, choose, edit_lo
 from rimuru.kernels.types import KVView, RecurrentView
 
 from .batch import BatchBuilder, StepArrays
-from .plan import GRAPH_TOKENS
+from .plan import FEW_ROWS, GRAPH_TOKENS
 from .request import Request
 from .runner import (
     ExpertRows,
@@ -58,7 +58,7 @@ class _UnderWay:
     plan: StepPlan
     arrays: StepArrays
     outputs: StepOutputs
-    drawn: SampleOutput | None
+    drawn: list[tuple[int, SampleOutput]]  # scores of rows from the first on
     scores: PromptScores | None
 
     def result(self) -> tuple[StepResult, np.ndarray]:
@@ -67,8 +67,9 @@ class _UnderWay:
         tokens = self.outputs.tokens(len(self.arrays.sampled))
         for index, token in zip(self.arrays.sampled, tokens, strict=True):
             result.tokens[index] = token
-        if self.drawn is not None:
-            result.logprobs = sampled_logprobs(self.plan, self.arrays, tokens, self.drawn)
+        for first, drawn in self.drawn:
+            rows = slice(first, first + len(drawn.tokens))
+            result.logprobs |= sampled_logprobs(self.plan, self.arrays.sampled[rows], tokens[rows], drawn)
         if self.scores is not None:
             result.prompt_logprobs = self.scores.read()
         return result, self.outputs.touched()
@@ -179,14 +180,16 @@ class GraphRunner(Runner):
         least = MIXED_SIZES[-1] + 1
         if self.max_tokens < least:
             return
-        size = 2 * least
+        sizes, size = {least, self.max_tokens}, 2 * least
         while size < self.max_tokens:
-            yield size, 1, self._mixed_lengths[0]
+            sizes.add(size)
             size *= 2
-        yield self.max_tokens, self.max_seqs, self._mixed_lengths[-1]
-        for seqs in {1, *(1 << i for i in range(self.max_seqs.bit_length())), self.max_seqs}:
+        for tokens in sizes:
+            for seqs in {1, min(64, self.max_seqs), self.max_seqs}:
+                yield tokens, seqs, self._mixed_lengths[-1]
+        for seqs in (1 << i for i in range(self.max_seqs.bit_length())):
             for length in self._mixed_lengths:
-                yield least, min(seqs, least), length
+                yield least, seqs, length
 
     @staticmethod
     def _large_shape(tokens: int, seqs: int, length: int) -> StepShape:
@@ -213,12 +216,7 @@ class GraphRunner(Runner):
             found = self._graphs.get(shape)
         inputs = self.io.inputs(shape)
         requests = [plan.requests[i] for i in arrays.sampled]
-
-        def upload(rows: SamplingRows) -> SamplingBatch:
-            self.io.send(shape, arrays, rows)
-            return _first(inputs.sampling, len(requests))
-
-        batch = self.sampling.batch(requests, upload)
+        self.io.send(shape, arrays, self.sampling.rows(requests))
         scores = None
         if found is not None:
             graph, logits = found
@@ -231,7 +229,13 @@ class GraphRunner(Runner):
                 scores = PromptScores(self.model, plan, arrays, hidden, scored)
                 hidden = hidden[torch.from_numpy(np.searchsorted(scored, arrays.last_rows)).to(self.device)]
             logits = self._draw(inputs, hidden)
-        drawn = self._again(requests, inputs, logits[: len(requests)], batch) if requests else None
+        if self.on_logits is not None:
+            self.on_logits(requests, logits)
+        drawn = []
+        for first in range(0, len(requests), FEW_ROWS):
+            scored_rows = self._again(requests[first : first + FEW_ROWS], inputs, logits, first)
+            if scored_rows is not None:
+                drawn.append((first, scored_rows))
         return _UnderWay(plan, arrays, self.io.receive(), drawn, scores)
 
     def _compute(self, inputs: StepInputs) -> torch.Tensor:
@@ -259,30 +263,33 @@ class GraphRunner(Runner):
             self._choose(inputs, logits, inputs.sampling)
         return logits
 
-    def _choose(self, inputs: StepInputs, logits: torch.Tensor, batch: SamplingBatch) -> None:
-        rows = len(logits)
-        choose(
-            logits, batch, out=self.io.sampled(rows), latest=self.io.latest, slots=inputs.sample_slots[:rows]
-        )
+    def _choose(self, inputs: StepInputs, logits: torch.Tensor, batch: SamplingBatch, first: int = 0) -> None:
+        """Draw for the rows from `first` on."""
+        rows = slice(first, first + len(logits))
+        out, slots = self.io.sampled(rows.stop)[rows], inputs.sample_slots[rows]
+        choose(logits, batch, out=out, latest=self.io.latest, slots=slots)
 
     def _again(
-        self, requests: list[Request], inputs: StepInputs, logits: torch.Tensor, batch: SamplingBatch
+        self, requests: list[Request], inputs: StepInputs, logits: torch.Tensor, first: int
     ) -> SampleOutput | None:
-        """Draw again where requests asked for more than the graph's draw knows."""
-        if self.on_logits is not None:
-            self.on_logits(requests, logits)
+        """Draw again where requests, those of the rows from `first` on, asked for more than the captured draw
+        knows; their scores, where one wants them."""
+        rows = slice(first, first + len(requests))
+        logits, batch = logits[rows], _part(inputs.sampling, rows)
+        if not self.sampling.add_extras(batch, requests):
+            return None
         if batch.penalties is not None or batch.bias is not None or batch.allowed_mask is not None:
-            self._choose(inputs, edit_logits(logits, batch), batch)
+            self._choose(inputs, edit_logits(logits, batch), batch, first)
         if batch.num_logprobs < 0:
             return None
-        tokens = self.io.sampled(len(requests)).long()
-        drawn = token_logprobs(logits, tokens, batch.num_logprobs)
-        return SampleOutput(tokens, *(to_host(t) for t in drawn))
+        tokens = self.io.sampled(rows.stop)[rows].long()
+        scores = token_logprobs(logits, tokens, batch.num_logprobs)
+        return SampleOutput(tokens, *(to_host(t) for t in scores))
 
 
-def _first(batch: SamplingBatch, rows: int) -> SamplingBatch:
-    """The batch's first rows, without what is not to be padded."""
+def _part(batch: SamplingBatch, rows: slice) -> SamplingBatch:
+    """Some rows of a batch that asks for nothing more."""
     return SamplingBatch(
-        batch.temperature[:rows], batch.top_k[:rows], batch.top_p[:rows], batch.min_p[:rows],
-        batch.seeds[:rows], batch.steps[:rows],
+        batch.temperature[rows], batch.top_k[rows], batch.top_p[rows], batch.min_p[rows],
+        batch.seeds[rows], batch.steps[rows],
     )  # fmt: skip

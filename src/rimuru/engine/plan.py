@@ -29,9 +29,10 @@ from .config import EngineConfig
 FIXED_KINDS = ("sliding", "window")  # attention whose KV does not grow with a request
 GRAPH_TOKENS = 512  # of the largest captured step
 # What a CUDA context, loaded kernels, cuBLAS and captured graphs take beside torch's allocations (0.87 GB on
-# an H200), and what torch's allocator loses between blocks.
+# an H200), and torch's reserved bytes over the activations that are counted: it loses some between blocks.
 GPU_DRIVER = 960 << 20
-GPU_SLACK = 1.05
+GPU_SLACK = 1.8
+FEW_ROWS = 32  # rows of logits of which copies exist at one time
 STREAM_PAGES = (
     16  # of the ring that a large step's missing experts come through, beside what the pool has free
 )
@@ -231,7 +232,7 @@ class Sizes:
     weights: int  # everything outside the routed experts
     rope_row: int  # of the rotary table, a position
     workspace: int
-    graphs: int  # workspace of captured steps
+    gpu: int  # workspace on a GPU
     spec: PoolSpec
     notes: tuple[str, ...] = ()
 
@@ -242,7 +243,7 @@ def sizes_of(model: ModelConfig, config: EngineConfig, itemsize: int) -> Sizes:
         positions=model.max_position_embeddings, experts=model.routed_experts,
         weights=model.dense_parameters() * itemsize, rope_row=4 * model.rotary_dim,
         workspace=workspace_bytes(model, config, itemsize),
-        graphs=graph_bytes(model, config, itemsize),
+        gpu=gpu_bytes(model, config, itemsize),
         spec=pool_spec(model, config.block_size, itemsize),
     )  # fmt: skip
 
@@ -273,10 +274,14 @@ def workspace_bytes(model: ModelConfig, config: EngineConfig, itemsize: int) -> 
     return tokens * activation_bytes(model, itemsize) + rows * model.vocab_size * 4 * 6
 
 
-def graph_bytes(model: ModelConfig, config: EngineConfig, itemsize: int) -> int:
-    """What the captured steps hold for themselves: they share the memory of the largest."""
-    tokens = max(min(config.max_num_batched_tokens, GRAPH_TOKENS), config.max_num_seqs)
-    return tokens * activation_bytes(model, itemsize) + config.max_num_seqs * model.vocab_size * itemsize
+def gpu_bytes(model: ModelConfig, config: EngineConfig, itemsize: int) -> int:
+    """The same on a GPU, in torch's allocator: the largest step, and the captured steps, which share the memory
+    of the largest. Copies of logits are of few rows.
+    """
+    most = max(config.max_num_batched_tokens, config.max_num_seqs)
+    graphs = max(min(config.max_num_batched_tokens, GRAPH_TOKENS), config.max_num_seqs)
+    logits = 2 * config.max_num_seqs * itemsize + FEW_ROWS * 4 * 6
+    return int((most + graphs) * activation_bytes(model, itemsize) * GPU_SLACK) + logits * model.vocab_size
 
 
 def activation_bytes(model: ModelConfig, itemsize: int) -> int:
@@ -331,7 +336,7 @@ def plan_memory(
     weights = sizes.weights + max_len * sizes.rope_row
     workspace, driver = sizes.workspace, 0
     if not device_is_host:
-        workspace, driver = int(workspace * GPU_SLACK) + sizes.graphs, GPU_DRIVER
+        workspace, driver = sizes.gpu, GPU_DRIVER
     columns = sum(blocks if g.kind == Kind.KV else 1 for g in geometry.groups)
     tables = columns * config.max_num_seqs * 4 + total * 12 + GRANT * 16
     if reserve is not None:

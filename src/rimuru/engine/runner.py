@@ -18,12 +18,10 @@ from rimuru.kernels.sampling import SampleOutput, sample, token_logprobs
 from rimuru.kernels.types import KVView, RecurrentView, StepMeta
 
 from .batch import BatchBuilder, StepArrays
+from .plan import FEW_ROWS
 from .request import Request, TokenLogprobs
 from .sampling_state import SamplingState
 from .scheduler import StepPlan, StepResult
-
-PROMPT_ROWS = 128  # prompt positions whose logits exist at one time
-
 
 ExpertRows = torch.Tensor | Sequence[Iterable[torch.Tensor]]  # the EXPERT table, or rows that arrive
 
@@ -119,7 +117,7 @@ class Runner:
         for index, token in zip(arrays.sampled, tokens, strict=True):
             result.tokens[index] = token
         if drawn.logprob is not None:
-            result.logprobs = sampled_logprobs(plan, arrays, tokens, drawn)
+            result.logprobs = sampled_logprobs(plan, arrays.sampled, tokens, drawn)
 
 
 def prompt_rows(plan: StepPlan, arrays: StepArrays) -> np.ndarray | None:
@@ -150,8 +148,8 @@ class PromptScores:
             at = int(np.searchsorted(rows, arrays.query_start[index]))
             k = request.params.prompt_logprobs or 0
             parts = self._parts[index] = []
-            for low in range(0, n, PROMPT_ROWS):
-                high = min(low + PROMPT_ROWS, n)
+            for low in range(0, n, FEW_ROWS):
+                high = min(low + FEW_ROWS, n)
                 targets = request.tokens[start + 1 + low : start + 1 + high]
                 logits = model.logits(hidden[at + low : at + high])
                 scores = token_logprobs(logits, torch.tensor(targets, device=hidden.device), k)
@@ -175,12 +173,13 @@ def to_host(t: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def sampled_logprobs(
-    plan: StepPlan, arrays: StepArrays, tokens: list[int], drawn: SampleOutput
+    plan: StepPlan, sampled: list[int], tokens: list[int], drawn: SampleOutput
 ) -> dict[int, TokenLogprobs]:
-    """The log-probabilities that requests asked for, by index in the plan. `drawn` lies on the host."""
-    wanted = [plan.requests[i].params.logprobs for i in arrays.sampled]
+    """The log-probabilities that requests asked for, by index in the plan. `drawn`, of the requests
+    `sampled`, lies on the host."""
+    wanted = [plan.requests[i].params.logprobs for i in sampled]
     rows = _rows(tokens, drawn.logprob, drawn.rank, drawn.top_ids, drawn.top_logprobs, wanted)
-    return {i: row for i, row in zip(arrays.sampled, rows, strict=True) if row is not None}
+    return {i: row for i, row in zip(sampled, rows, strict=True) if row is not None}
 
 
 def _scores_prompt(plan: StepPlan, index: int) -> bool:

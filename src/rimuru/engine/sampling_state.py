@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,9 +35,6 @@ class SamplingRows:
     @property
     def needs_top(self) -> bool:
         return bool((self.top_k > 0).any() or (self.floats[1] < 1).any())
-
-
-Upload = Callable[[SamplingRows], SamplingBatch]
 
 
 class SamplingState:
@@ -89,12 +85,10 @@ class SamplingState:
         steps = np.fromiter((len(r.tokens) - r.num_prompt for r in requests), np.int64, n)
         return SamplingRows(slots, self._floats[:, slots], self._top_k[slots], self._seeds[slots], steps)
 
-    def batch(self, requests: list[Request], upload: Upload | None = None) -> SamplingBatch:
-        """The same on the device, with what only some requests asked for. `upload` says how it gets there."""
-        rows = self.rows(requests)
-        out = (upload or self._upload)(rows)
-        if not self._plain[rows.slots].all():
-            self._add_extras(out, requests)
+    def batch(self, requests: list[Request]) -> SamplingBatch:
+        """The same on the device, with what only some requests asked for."""
+        out = self._upload(self.rows(requests))
+        self.add_extras(out, requests)
         return out
 
     def _upload(self, rows: SamplingRows) -> SamplingBatch:
@@ -107,7 +101,10 @@ class SamplingState:
             all_greedy=rows.all_greedy, needs_top=rows.needs_top,
         )  # fmt: skip
 
-    def _add_extras(self, out: SamplingBatch, requests: list[Request]) -> None:
+    def add_extras(self, out: SamplingBatch, requests: list[Request]) -> bool:
+        """Add what only some requests asked for to their batch; whether any did."""
+        if self._plain[[r.slot for r in requests]].all():
+            return False
         out.num_logprobs = max(-1 if r.params.logprobs is None else r.params.logprobs for r in requests)
         rows: list[int] = []
         ids: list[int] = []
@@ -138,6 +135,7 @@ class SamplingState:
             out.allowed_mask = mask.to(self.device)
         if any(r.slot in self._counts for r in requests):
             out.penalties = self._penalties(requests)
+        return True
 
     def _penalties(self, requests: list[Request]) -> Penalties:
         counts = torch.zeros(len(requests), self.vocab_size, dtype=torch.int32, device=self.device)

@@ -17,7 +17,7 @@ from rimuru.models.config import FAMILIES, read_json
 from rimuru.pool.geometry import AttentionKind, PoolSpec, RecurrentKind
 
 from .config import EngineConfig
-from .plan import FIXED_KINDS, GRAPH_TOKENS, Sizes
+from .plan import FIXED_KINDS, GPU_SLACK, GRAPH_TOKENS, Sizes
 
 FORMATS = ("bf16", "fp8", "mxfp4", "packed", "raw+packed")
 ALIGN = 256  # bytes: each part of an expert's page starts on such a boundary
@@ -50,7 +50,7 @@ class Survey:
         return Sizes(
             positions=self.max_positions, experts=self.experts_total, weights=self.dense_bytes, rope_row=256,
             workspace=tokens * per_token + rows * self.vocab * 24,
-            graphs=min(tokens, GRAPH_TOKENS) * per_token + rows * self.vocab * 2,
+            gpu=int((tokens + min(tokens, GRAPH_TOKENS)) * per_token * GPU_SLACK) + rows * self.vocab * 8,
             spec=self.spec, notes=self.notes,
         )  # fmt: skip
 
