@@ -151,7 +151,10 @@ def test_split_count_fills_the_gpu_without_starving_long_sequences():
     assert kernels.tiles.split_count(1, 4, 32_768, 132) == 99
     assert kernels.tiles.split_count(256, 4, 1024, 132) == 1
     assert kernels.tiles.split_count(256, 4, 32_768, 132) == 8
-    assert kernels.tiles.split_count(1, 4, 100, 132) == 1
+    assert kernels.tiles.split_count(1, 4, 100, 132) == 2
+    # One sequence of few heads: smaller splits, so that more multiprocessors have one.
+    assert [kernels.tiles.min_split(1, heads, 2048, 132) for heads in (4, 16)] == [64, 128]
+    assert kernels.tiles.split_count(1, 4, 2048, 132) == 32
 
 
 def test_wide_blocks_are_for_work_that_they_share_out_evenly():

@@ -429,10 +429,11 @@ def attention(q: torch.Tensor, kv: KVView, meta: StepMeta, scale: float, window:
             BLOCK_M=tile.m, BLOCK_N=tile.n, TURNS=turns, PRECISION=precision,
             num_warps=tile.warps, num_stages=tile.stages, maxnreg=tiles.registers(q.dtype),
         )  # fmt: skip
-    tile, wide_splits = tiles.decode_tile(q.dtype, dim, group, shared), 0
+    tile, wide_splits, least = tiles.decode_tile(q.dtype, dim, group, shared), 0, tiles.MIN_SPLIT
     if mixed:
         splits = tiles.mixed_split_count(seqs, lay.heads, meta.max_seq_len)
     else:
+        least = tiles.min_split(seqs, lay.heads, meta.max_seq_len, multiprocessors)
         splits = tiles.split_count(seqs, lay.heads, meta.max_seq_len, multiprocessors)
         if wider := tiles.wide_tile(q.dtype, dim, group, shared):
             wide_splits = tiles.wide_split_count(seqs, lay.heads, meta.max_seq_len, multiprocessors)
@@ -443,7 +444,7 @@ def attention(q: torch.Tensor, kv: KVView, meta: StepMeta, scale: float, window:
     scratch = seqs * lay.heads * splits * rows
     partial = torch.empty(scratch * (dim + 1), dtype=torch.float32, device=q.device)
     lse = partial[scratch * dim :]
-    fused = not wide_splits and splits <= tiles.MAX_FUSED
+    fused = mixed or (not wide_splits and splits <= tiles.MAX_FUSED)
     # Where narrow blocks fill the GPU, an early grid would take the room of working ones.
     alone = wide_splits or splits * seqs * lay.heads <= 2 * multiprocessors
     pdl = bool(alone) and not mixed and q.is_cuda and shared == 227
@@ -451,7 +452,7 @@ def attention(q: torch.Tensor, kv: KVView, meta: StepMeta, scale: float, window:
         q, kv.pool, kv.table, out, partial, lse, _counters(q.device), *where,
         0 if mixed else tokens, tiles.BLOCKS_PER_SM * multiprocessors, stride, kv.layer, scale, window,
         KV_HEADS=lay.heads, GROUP=group, DIM=dim, BLOCK_TOKENS=lay.block_tokens, GRAIN=lay.grain_elems,
-        WINDOW=window > 0, BLOCK_M=tile.m, BLOCK_N=tile.n, MIN_SPLIT=tiles.MIN_SPLIT, ROWS=rows,
+        WINDOW=window > 0, BLOCK_M=tile.m, BLOCK_N=tile.n, MIN_SPLIT=least, ROWS=rows,
         FUSED=max(1, min(8, 4096 // (rows * dim))) if fused else 0,
         MIXED=max(64, triton.next_power_of_2(seqs)) if mixed else 0,
         PDL=pdl, PRECISION=precision, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=pdl,
@@ -460,6 +461,6 @@ def attention(q: torch.Tensor, kv: KVView, meta: StepMeta, scale: float, window:
         merge_kernel[(q_heads, seqs)](
             partial, lse, out, meta.query_start, meta.seq_lens, splits, window,
             KV_HEADS=lay.heads, GROUP=group, DIM=dim, WINDOW=window > 0, BLOCK_N=tile.n,
-            MIN_SPLIT=tiles.MIN_SPLIT, ROWS=rows, STEP=32, PDL=pdl, num_warps=4, launch_pdl=pdl,
+            MIN_SPLIT=least, ROWS=rows, STEP=32, PDL=pdl, num_warps=4, launch_pdl=pdl,
         )  # fmt: skip
     return out

@@ -13,7 +13,8 @@ import triton
 
 MIN_SPLIT = 128  # tokens
 MAX_SPLITS = 128
-MAX_FUSED = 8  # splits that the last thread block to finish merges; more take a launch
+MAX_FUSED = 4  # splits that the last thread block to finish merges; more take a launch of their own
+MIXED_SPLITS = 8  # in a mixed step the last block always merges
 MIXED_BLOCKS = 4096  # decode blocks of a mixed step, most of which may find nothing to do
 BLOCKS_PER_SM = 3  # narrow decode blocks a multiprocessor should find, to keep enough bytes in flight
 BALANCE_TOKENS = 2048  # of one sequence that one narrow block should read at most
@@ -81,6 +82,12 @@ def wide_tile(dtype: torch.dtype, dim: int, group: int, shared: int) -> Tile | N
     return Tile(16, 128, 8, 3)
 
 
+def min_split(seqs: int, kv_heads: int, max_seq_len: int, multiprocessors: int) -> int:
+    """The fewest tokens worth a narrow block: half of them where most multiprocessors would have no block."""
+    blocks = seqs * kv_heads * -(-max_seq_len // MIN_SPLIT)
+    return MIN_SPLIT // 2 if 2 * blocks <= multiprocessors else MIN_SPLIT
+
+
 def split_count(seqs: int, kv_heads: int, max_seq_len: int, multiprocessors: int) -> int:
     """How many narrow blocks share a sequence of a decode step: enough to fill the GPU.
 
@@ -89,7 +96,8 @@ def split_count(seqs: int, kv_heads: int, max_seq_len: int, multiprocessors: int
     """
     fill = -(-BLOCKS_PER_SM * multiprocessors // (seqs * kv_heads))
     balance = min(8, -(-max_seq_len // BALANCE_TOKENS))
-    return max(1, min(max(fill, balance), MAX_SPLITS, -(-max_seq_len // MIN_SPLIT)))
+    least = min_split(seqs, kv_heads, max_seq_len, multiprocessors)
+    return max(1, min(max(fill, balance), MAX_SPLITS, -(-max_seq_len // least)))
 
 
 def mixed_split_count(seqs: int, kv_heads: int, max_seq_len: int) -> int:
@@ -100,7 +108,7 @@ def mixed_split_count(seqs: int, kv_heads: int, max_seq_len: int) -> int:
     """
     fill = MIXED_BLOCKS // (seqs * kv_heads)
     balance = -(-max_seq_len // BALANCE_TOKENS)
-    return max(1, min(max(fill, balance), MAX_FUSED, -(-max_seq_len // MIN_SPLIT)))
+    return max(1, min(max(fill, balance), MIXED_SPLITS, -(-max_seq_len // MIN_SPLIT)))
 
 
 def wide_split_count(seqs: int, kv_heads: int, max_seq_len: int, multiprocessors: int) -> int:
