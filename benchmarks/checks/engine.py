@@ -2,6 +2,7 @@
 
 Paths: everything resident; a boundary that swings on every step; every expert in host memory; each with
 graphs and without. Poison on freed pages, `check()` after every step. Nothing compiles once an engine stands.
+In bfloat16 the same steps give the same bits wherever experts lie.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import sys
 from collections import deque
 from pathlib import Path
 
+import torch
 import triton
 from harness import Report
 
@@ -51,6 +53,34 @@ triton.knobs.runtime.jit_post_compile_hook = _count
 
 
 def run(report: Report) -> None:
+    tokens_equal(report)
+    bits_equal(report)
+
+
+def bits_equal(report: Report) -> None:
+    for family, shape in SHAPES.items():
+        folder = str(tiny_checkpoint(family, **shape))
+        options = {"model": folder, "device": "cuda", "dtype": "bfloat16"}
+        half, none = (cap_for(family, share, 1024, **options) for share in (0.5, 0.2))
+        paths = {
+            "swing": {"device_memory": half},
+            "host": {"device_memory": none, "memory_policy": "static", "resident_experts": 0},
+        }
+        rows = {}
+        for path, more in {"resident": {}, **paths}.items():
+            bench = make_bench(family, **options, **more)
+            bench.core.scheduler.budget = None  # the same steps: no prompt is held back by the clock
+            if path == "swing":
+                bench.core.memory.boundary = Swing(0.8)
+            for i, prompt in enumerate(tiny_prompts()):
+                bench.add(f"r{i}", prompt, greedy(TOKENS))
+            bench.run()
+            rows[path] = torch.stack([row for name in sorted(bench.logits) for row in bench.logits[name]])
+        for path in paths:
+            report.equal(f"{family}, bfloat16, {path}: logits that differ", rows[path], rows["resident"])
+
+
+def tokens_equal(report: Report) -> None:
     for family, shape in SHAPES.items():
         folder = str(tiny_checkpoint(family, **shape))
         prompts = tiny_prompts()

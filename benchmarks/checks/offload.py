@@ -167,8 +167,8 @@ def trace(report: Report, policy: str, path: Path) -> None:
     stats = core.stats()
     report.say(
         f"{label}: {seconds:.1f} s, p99 TTFT {ttft[int(len(ttft) * 0.99)]:.2f} s, peak {peak} running, "
-        f"preemptions {stats.preemptions}, moves {stats.boundary_moves}, resident {stats.experts_resident} of "
-        f"{stats.experts_total}, missed {stats.expert_misses:,} of "
+        f"preemptions {stats.preemptions}, moves {stats.boundary_moves}, "
+        f"resident {stats.experts_resident} of {stats.experts_total}, missed {stats.expert_misses:,} of "
         f"{stats.expert_misses + stats.expert_hits:,}; KV at start {core.plan.kv_tokens:,} tokens"
     )
     drop(core)

@@ -275,8 +275,8 @@ def workspace_bytes(model: ModelConfig, config: EngineConfig, itemsize: int) -> 
 
 
 def gpu_bytes(model: ModelConfig, config: EngineConfig, itemsize: int) -> int:
-    """The same on a GPU, in torch's allocator: the largest step, and the captured steps, which share the memory
-    of the largest. Copies of logits are of few rows.
+    """The same on a GPU, in torch's allocator: the largest step, and the captured steps, which share the
+    memory of the largest. Copies of logits are of few rows.
     """
     most = max(config.max_num_batched_tokens, config.max_num_seqs)
     graphs = max(min(config.max_num_batched_tokens, GRAPH_TOKENS), config.max_num_seqs)
