@@ -92,6 +92,39 @@ def _replayed(*args) -> torch.Tensor:
     return outs[-1].clone()
 
 
+def padded(meta: StepMeta, seqs: int, tokens: int) -> StepMeta:
+    """A mixed step as a captured graph holds it: sequences without a token, tokens without a sequence."""
+
+    def longer(x: torch.Tensor, size: int, value: int) -> torch.Tensor:
+        return torch.cat([x, x.new_full((size - len(x),), value)])
+
+    return StepMeta(
+        longer(meta.positions, tokens, 0),
+        longer(meta.token_slots, tokens, -1),
+        longer(meta.query_start, seqs + 1, int(meta.query_start[-1])),
+        longer(meta.slots, seqs, 0),
+        longer(meta.seq_lens, seqs, 0),
+        tokens,
+        4 * meta.max_seq_len,
+    )
+
+
+def check_padded(report: Report) -> None:
+    """A captured mixed step that is mostly padding, against the twin: every row, those of nobody too."""
+    for model, (layout, q_heads) in SHAPES.items():
+        lengths, queries = [900, 33, 2500, 400], [1, 1, 1, 130]
+        pool = torch.full((2 << 30,), 255, dtype=torch.uint8, device="cuda")
+        kv, exact = make_step(layout, lengths, queries, pool, layer=1)
+        fill(kv, exact, lengths)
+        meta = padded(exact, 128, 512)
+        q = torch.randn(512, q_heads, layout.head_dim, device="cuda").to(layout.dtype)
+        want = reference.attention(q, kv, meta, 0.09)
+        got = _replayed(q, kv, meta, 0.09)
+        report.close(f"{model}, captured mixed step", got, want, 4e-3)
+        rest = int(exact.query_start[-1])
+        report.equal(f"{model}, captured mixed step, rows of nobody", got[rest:], want[rest:])
+
+
 def check(report: Report) -> None:
     cases = [
         # name, dtype, KV heads, q heads, head size, window, lengths, queries
@@ -156,6 +189,26 @@ def decode(report: Report, pool: torch.Tensor) -> None:
             report.bar(f"{name}, over a plain read ({read:.1f} us)", micros / read, "x")
 
 
+def mixed(report: Report, pool: torch.Tensor) -> None:
+    """Decode beside a chunk of a prompt: as a graph of 128 sequences and 512 tokens, and as it is."""
+    for model, (layout, q_heads) in SHAPES.items():
+        for seqs, length in ((64, 1024), (4, 1024), (16, 4096)):
+            kv, exact = make_step(layout, [length] * seqs + [1024], [1] * seqs + [256], pool)
+            views = [KVView(kv.pool, kv.table, i, layout) for i in range(min(12, layout.layers))]
+            q = torch.randn(512, q_heads, layout.head_dim, device="cuda", dtype=layout.dtype)
+            cases = {"exact": (q[: seqs + 256], exact), "padded": (q, padded(exact, 128, 512))}
+
+            def step(case, views=views):
+                for view in views:
+                    attention(case[0], view, case[1], 0.09)
+
+            runs = {name: lambda case=case, step=step: step(case) for name, case in cases.items()}
+            micros = replay_times(runs, calls=len(views))
+            name = f"mixed {model}, {seqs} x {length} and 256 of a prompt"
+            # As good as an eager step, whose blocks are counted on the host; 2 us for finding out.
+            report.bar(name, micros["padded"], "us", micros["exact"] + 2, micros["exact"])
+
+
 def prefill(report: Report, pool: torch.Tensor) -> None:
     for model, (layout, q_heads) in SHAPES.items():
         for length, new in ((8192, 8192), (32_768, 4096)):
@@ -184,9 +237,11 @@ def _fa3(q: torch.Tensor, layout: KVLayout, length: int):
 
 def run(report: Report) -> None:
     check(report)
+    check_padded(report)
     torch.cuda.empty_cache()
     # Random bits with the top exponent bit cleared: values below 2 in magnitude, no NaN.
     pool = torch.randint(-(2**31), 2**31 - 1, (28 << 28,), dtype=torch.int32, device="cuda")
     pool &= 0xBFFFBFFF - (1 << 32)
     decode(report, pool.view(torch.uint8))
+    mixed(report, pool.view(torch.uint8))
     prefill(report, pool.view(torch.uint8))

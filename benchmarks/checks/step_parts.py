@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from harness import Report, device_copy_rate, replay_times
+from harness import Report, capture, device_copy_rate, replay_times
 
 from checks.attention import COPY_RATE, SHAPES, make_step
 from rimuru.kernels import reference, sampling
@@ -97,7 +97,31 @@ def make_logits(seqs: int) -> torch.Tensor:
     return logits.scatter_add_(1, likely, 8 * torch.rand(seqs, 300, device="cuda")).bfloat16()
 
 
+def check_captured_draw(report: Report) -> None:
+    """Greedy, drawn and padding rows in one graph, replayed with other parameters in the same tensors."""
+    logits, batch = make_logits(64), make_batch(64, 0.8, 20, 0.95, 0.0)
+    latest = torch.full((80,), -7, device="cuda")
+    out = torch.empty(64, dtype=torch.int32, device="cuda")
+    slots = torch.randperm(80, device="cuda")[:64].int()
+    graph = capture(lambda: sampling.choose(logits, batch, out=out, latest=latest, slots=slots))
+    batch.temperature[::2] = 0
+    batch.top_k[::3] = 0
+    batch.steps += 1
+    logits[60:], slots[60:] = float("nan"), -1
+    latest.fill_(-7)
+    graph.replay()
+    want = sampling.choose_by_sort(logits, batch)
+    report.equal("captured draw, greedy rows", out[:60:2], want[:60:2])
+    report.check("captured draw, drawn rows that differ", float((out[:60] != want[:60]).sum()), 1.0)
+    report.equal("captured draw, latest by slot", latest[slots[:60].long()], out[:60].long())
+    report.check("captured draw, slots of nobody", float((latest != -7).sum() - 60), 0.0)
+    report.check(
+        "captured draw, padding rows outside the vocabulary", float(((out < 0) | (out >= VOCAB)).sum()), 0.0
+    )
+
+
 def draws(report: Report) -> None:
+    check_captured_draw(report)
     for name, params in SAMPLERS.items():
         logits, batch = make_logits(64), make_batch(64, *params)
         differ = sampling.choose(logits, batch) != sampling.choose_by_sort(logits, batch)
