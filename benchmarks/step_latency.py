@@ -30,14 +30,12 @@ from moe_case import QWEN3, QWEN15, Layer
 
 from rimuru.kernels import reference
 from rimuru.kernels import triton as kernels
-from rimuru.kernels.triton import moe_rows, router
-from rimuru.kernels.triton.moe_tiles import Tile
+from rimuru.kernels.triton import router
 from rimuru.kernels.types import KVLayout, MoeBlock
 
 RATE = 4.2e6  # bytes a microsecond
 BF16 = torch.bfloat16
-# The package's attributes of these names are functions.
-lin, moe_block = (import_module(f"rimuru.kernels.triton.{name}") for name in ("linear", "moe_block"))
+lin = import_module("rimuru.kernels.triton.linear")  # the package's attribute of that name is the function
 
 
 def draw(*shape: int) -> torch.Tensor:
@@ -50,37 +48,34 @@ def row(name: str, times: dict[str, float], floor: float) -> None:
     print(f"{name:34} floor {floor:7.2f}  {values}", flush=True)
 
 
-FEW = {  # columns, depth, warps, stages
-    "16/256/1/4": (16, 256, 1, 4), "16/512/1/3": (16, 512, 1, 3), "16/256/2/4": (16, 256, 2, 4),
-    "32/128/2/5": (32, 128, 2, 5), "32/256/2/4": (32, 256, 2, 4),
+FEW = {  # columns, depth, split of K, stages
+    "16/128/4/4": (16, 128, 4, 4), "16/128/4/3": (16, 128, 4, 3), "16/64/8/4": (16, 64, 8, 4),
+    "16/256/4/3": (16, 256, 4, 3), "8/128/4/4": (8, 128, 4, 4), "32/64/4/4": (32, 64, 4, 4),
 }  # fmt: skip
 
 
 def linears() -> None:
-    for n, k in ((6144, 2048), (2048, 2048), (2048, 4096), (129, 2048), (151_936, 2048)):
+    for n, k in ((6144, 2048), (5120, 2048), (2048, 2048), (2048, 4096), (151_936, 2048)):
         copies = max(2, min(24, (300 << 20) // (2 * n * k)))
         weights, bias = [draw(n, k) for _ in range(copies)], draw(n)
-        for tokens in (1, 2, 8, 32):
+        for tokens in (1, 3, 8, 16, 32):
             linear_times(weights, bias, draw(tokens, k) * k**0.5)
 
 
 def linear_times(weights: list[torch.Tensor], bias: torch.Tensor, x: torch.Tensor) -> None:
     (tokens, k), n = x.shape, len(bias)
-    calls = {"cublas": lambda w: F.linear(x, w), "cublas+bias": lambda w: F.linear(x, w, bias)}
-    if tokens <= 2:
-        calls["rows"] = lambda w: lin.rows_linear(x, w, bias)
-        calls["rows wide"] = lambda w: lin.rows_linear(x, w, bias, 2 * 8192 // k, 8)
+    calls = {"cublas": lambda w: F.linear(x, w, bias)}
+    if tokens <= 3:
+        calls["rows"] = partial(lin.rows_linear, x, bias=bias)
     if tokens > 1:
         calls |= {name: partial(lin.few_linear, x, bias=bias, tile=tile) for name, tile in FEW.items()}
-        calls["no prefetch"] = partial(lin.few_linear, x, bias=bias, prefetch=False)
     want = F.linear(x.float(), weights[0].float(), bias.float())
     for name, call in calls.items():
-        if name != "cublas":
-            error = ((call(weights[0]).float() - want).norm() / want.norm()).item()
-            if not error < 5e-3:
-                print(f"WRONG {name} {n} x {k}, {tokens} rows: {error}", flush=True)
+        error = ((call(weights[0]).float() - want).norm() / want.norm()).item()
+        if not error < 5e-3:
+            print(f"WRONG {name} {n} x {k}, {tokens} rows: {error}", flush=True)
     graphs = {name: partial(lambda c: [c(w) for w in weights], call) for name, call in calls.items()}
-    times = replay_times(graphs, calls=len(weights), rounds=3, budget_ms=4)
+    times = replay_times(graphs, calls=len(weights), rounds=3, budget_ms=3)
     row(f"linear {tokens} x {n} x {k}", times, weights[0].nbytes / RATE)
 
 
@@ -146,25 +141,6 @@ def check(block: Block, tokens: int) -> None:
         print(f"WRONG block {block.layer.shape.name} {tokens} tokens: {differ} of 200 replays", flush=True)
 
 
-TILES = {
-    "tiles": None,  # as shipped: 16 x 64 x 128, 4 warps, 4 stages
-    "32/128/2/4": Tile(16, 32, 128, 2, 4), "32/256/2/4": Tile(16, 32, 256, 2, 4),
-    "64/256/4/3": Tile(16, 64, 256, 4, 3), "64/128/4/6": Tile(16, 64, 128, 4, 6),
-}  # fmt: skip
-
-
-def fused_by(block: Block, rows: bool, tile: Tile | None, steps: list) -> list:
-    """The fused block by rows kernels or by a tile, chosen while the graph is captured."""
-    kept = moe_rows.TOKENS, moe_block.choose
-    moe_rows.TOKENS = 8 if rows else 0
-    if tile:
-        moe_block.choose = lambda *_: (tile, tile)
-    try:
-        return [block.fused(*s) for s in steps]
-    finally:
-        moe_rows.TOKENS, moe_block.choose = kept
-
-
 def head(block: Block, steps: list) -> None:
     for x, residual in steps:
         _, _, scores = router.norm_router(x, residual, block.block)
@@ -174,21 +150,18 @@ def head(block: Block, steps: list) -> None:
 def block_times(block: Block, tokens: int) -> None:
     check(block, tokens)
     steps = block.steps(tokens, 8)
-    variants = {"plain": lambda: [block.plain(*s) for s in steps]}
-    for name, tile in TILES.items():
-        if tile is None or tokens <= 8:
-            variants[name] = partial(fused_by, block, False, tile, steps)
-    if tokens <= 2:
-        variants["rows"] = partial(fused_by, block, True, None, steps)
+    variants = {
+        "plain": lambda: [block.plain(*s) for s in steps],
+        "fused": lambda: [block.fused(*s) for s in steps],
+    }
     if tokens <= 16:
-        variants["head alone"] = partial(head, block, steps)
-        variants["its norm and router"] = lambda: [router.norm_router(*s, block.block) for s in steps]
+        variants["its head alone"] = partial(head, block, steps)
     times = replay_times(variants, calls=len(steps), rounds=3, budget_ms=4)
     row(f"block {block.layer.shape.name} {tokens}", times, sum(map(block.nbytes, steps)) / len(steps) / RATE)
 
 
 def own_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    if len(x) <= 4:
+    if len(x) <= 2:
         return lin.rows_linear(x, weight, bias)
     return lin.few_linear(x, weight, bias) if len(x) <= 16 else F.linear(x, weight, bias)
 

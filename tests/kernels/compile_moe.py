@@ -7,7 +7,7 @@ import torch
 from rimuru.kernels.triton import moe_tiles
 from rimuru.kernels.triton.align import _align_kernel, _count_kernel, _place_kernel, _scan_kernel
 from rimuru.kernels.triton.moe import _combine_kernel, _expert_kernel
-from rimuru.kernels.triton.moe_rows import combine_norm_kernel, expert_rows_kernel
+from rimuru.kernels.triton.moe_block import combine_norm_kernel
 from rimuru.kernels.triton.route import _route_kernel
 from rimuru.kernels.triton.router import choose_experts_kernel, norm_router_kernel
 from rimuru.kernels.types import ExpertLayout
@@ -38,16 +38,9 @@ def products(chip: int, dtype: torch.dtype):
 
 
 def few_rows(chip: int, dtype: torch.dtype):
-    """The kernels of a decode step of few tokens: products from registers, head and tail of a block."""
+    """Head and tail of a MoE block in a decode step."""
     i32, i64, f32, pdl = torch.int32, torch.int64, torch.float32, chip >= 90
     name = NAMES[dtype]
-    for part, n, k, slices in (("gate_up", 2816, 2048, 4), ("down", 2048, 1408, 4), ("down", 2048, 768, 0)):
-        block_k = 1 << (k - 1).bit_length()
-        yield f"{name} rows {k}", expert_rows_kernel.warmup(
-            dtype, dtype, dtype, i32, 1, 4, 64,
-            PART=0, N=n, K=k, TOP_K=4, GATE_UP=part == "gate_up", SLICES=slices, BLOCK_N=8192 // block_k,
-            BLOCK_K=block_k, PDL=pdl, num_warps=4, num_stages=1, launch_pdl=pdl, grid=(1,),
-        )  # fmt: skip
     yield f"{name} norm_router", norm_router_kernel.warmup(
         dtype, dtype, dtype, dtype, dtype, dtype, dtype, 1e-6,
         H=2048, ROWS=61, STRIDE=64, ZERO_CENTRED=False, BLOCK_N=4, BLOCK_H=2048, PDL=pdl, num_warps=4,

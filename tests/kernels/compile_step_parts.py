@@ -37,15 +37,14 @@ def kernels(chip: int):
     for k, block_n in ((2048, 4), (4096, 2)):
         yield f"linear of rows {k}", linear.rows_kernel.warmup(
             bf16, bf16, bf16, bf16, 6144,
-            T=linear.ROWS or 4, K=k, BIAS=True, BLOCK_N=block_n, BLOCK_K=1 << (k - 1).bit_length(), PDL=pdl,
+            T=2, K=k, BIAS=True, BLOCK_N=block_n, BLOCK_K=1 << (k - 1).bit_length(), PDL=pdl,
             num_warps=4, num_stages=1, launch_pdl=pdl, grid=(1,),
         )  # fmt: skip
-    for rows in (16, 32):
-        yield f"linear of few {rows}", linear.few_kernel.warmup(
-            bf16, bf16, bf16, bf16, 8, 6144,
-            K=2048, BIAS=True, BLOCK_M=rows, BLOCK_N=16, BLOCK_K=256, PREFETCH=pdl, PDL=pdl, num_warps=1,
-            num_stages=4, launch_pdl=pdl, grid=(1,),
-        )  # fmt: skip
+    yield "linear of few", linear.few_kernel.warmup(
+        bf16, bf16, bf16, bf16, 8, 6144,
+        K=2048, BIAS=True, SPLIT=4, BLOCK_M=16, BLOCK_N=16, BLOCK_K=128, PDL=pdl, num_warps=4, num_stages=4,
+        launch_pdl=pdl, grid=(1,),
+    )  # fmt: skip
     yield (
         "embed",
         embed.embed_kernel.warmup(

@@ -27,15 +27,22 @@ def agree(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.
 
 @pytest.mark.parametrize("dtype", list(LIMIT))
 @pytest.mark.parametrize(("n", "k"), [(24, 64), (37, 104)])
-def test_few_rows_match_the_twin(dtype, n, k):
-    for tokens, product in ((1, linear.rows_linear), (3, linear.rows_linear), (3, linear.few_linear),
-                            (17, linear.few_linear)):  # fmt: skip
+def test_one_row_or_two_match_the_twin(dtype, n, k):
+    for tokens in (1, 3):
         x, weight, bias = case(dtype, tokens, n, k)
-        agree(product(x, weight, bias), x, weight, bias)
-        agree(product(x, weight, None), x, weight, None)
+        agree(linear.rows_linear(x, weight, bias), x, weight, bias)
+        agree(linear.rows_linear(x, weight, None), x, weight, None)
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 4, 5, 33])
+@pytest.mark.parametrize("dtype", list(LIMIT))
+def test_parts_of_k_add_up_to_the_twin(dtype):
+    for tokens, n in ((3, 37), (17, 16)):
+        x, weight, bias = case(dtype, tokens, n, 256)
+        agree(linear.few_linear(x, weight, bias, (16, 32, 4, 2)), x, weight, bias)
+        agree(linear.few_linear(x, weight, None, (16, 64, 4, 2)), x, weight, None)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 3, 33])
 def test_every_number_of_rows_is_served(tokens):
     x, weight, bias = case(torch.bfloat16, tokens, 16, 32)
     assert linear.linear(x, weight, bias).shape == (tokens, 16)

@@ -8,7 +8,6 @@ from kernels.test_moe_triton import Experts, error
 
 from rimuru.kernels import reference
 from rimuru.kernels import triton as kernels
-from rimuru.kernels.triton import moe_rows
 from rimuru.kernels.types import EXPERT_HOST, MoeBlock
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -54,7 +53,7 @@ def agree(case: Case, tokens: int, **options) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("tokens", [1, 2, 4, 5])
+@pytest.mark.parametrize("tokens", [1, 2, 5])
 def test_matches_the_twin(dtype, tokens):
     agree(Case(dtype), tokens)
 
@@ -108,8 +107,7 @@ def test_a_router_of_nan_still_chooses_distinct_experts():
 
 
 def test_residency_changes_no_bit(monkeypatch):
-    for module in (moe_rows, sys.modules["rimuru.kernels.triton.moe"]):
-        monkeypatch.setattr(module, "HOST_LANES", 3)
+    monkeypatch.setattr(sys.modules["rimuru.kernels.triton.moe"], "HOST_LANES", 3)
     case = Case(hidden=40, inter=16, slices=1)
     for tokens in (1, 3, 5):
         x, residual, block, table, norm = case.step(tokens)

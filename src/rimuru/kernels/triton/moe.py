@@ -35,7 +35,7 @@ HOST_LANES = 64
 def _tile(
     a, out, weight, pairs, row, rows, column, piece, base,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, GATE_UP: tl.constexpr, SLICES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`rows` sorted rows from `row` on, times the weight rows of output columns from `column` on.
 
@@ -67,6 +67,8 @@ def _tile(
         w_row = (feature + n % 2 * COLUMNS if GATE_UP else feature) * K
     a_at = a + a_row.to(tl.int64)[:, None] * K + k[None, :]
     w_at = weight + w_row[None, :] + k[:, None]
+    if not GATE_UP:
+        begin(PDL)  # the plan is older than the kernel ahead, its rows are not
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, K, BLOCK_K):
         if K % BLOCK_K:
@@ -104,12 +106,13 @@ def _expert_kernel(
 
     gate_up: `a` is x `[T, K]`, `out` the activation `[pairs, N / 2]` in sorted order.
     down: `a` is that activation, `out` `[pairs, N]` in pair order.
-    With SLICES, also of the shared expert, as `moe_rows` lays it out. Grid: lanes, shared tiles, pool tiles.
+    With SLICES, also of the shared expert (`expert_parts`). Grid: lanes, shared tiles, pool tiles.
     """
     WIDTH: tl.constexpr = BLOCK_N // 2 if GATE_UP else BLOCK_N
     TILES: tl.constexpr = ((N // 2 if GATE_UP else N) + WIDTH - 1) // WIDTH
     program = tl.program_id(0)
-    begin(PDL)
+    if GATE_UP:
+        begin(PDL)
     pairs = work + HEADER + 8 * room
     blocks = work + HEADER
     dense = 0
@@ -123,12 +126,12 @@ def _expert_kernel(
         if rows > FEW_M:
             _tile(
                 a, out, shared, pairs, row, rows, column, tile // TILES, tokens * TOP_K,
-                N, K, TOP_K, GATE_UP, SLICES, BLOCK_M, BLOCK_N, BLOCK_K,
+                N, K, TOP_K, GATE_UP, SLICES, BLOCK_M, BLOCK_N, BLOCK_K, PDL,
             )  # fmt: skip
         elif FEW_M > 0:
             _tile(
                 a, out, shared, pairs, row, rows, column, tile // TILES, tokens * TOP_K,
-                N, K, TOP_K, GATE_UP, SLICES, FEW_M, BLOCK_N, FEW_K,
+                N, K, TOP_K, GATE_UP, SLICES, FEW_M, BLOCK_N, FEW_K, PDL,
             )  # fmt: skip
     else:
         if program < lanes:
@@ -147,14 +150,16 @@ def _expert_kernel(
             if rows > FEW_M:
                 _tile(
                     a, out, page, pairs, row, rows, column, 0, 0,
-                    N, K, TOP_K, GATE_UP, 0, BLOCK_M, BLOCK_N, BLOCK_K,
+                    N, K, TOP_K, GATE_UP, 0, BLOCK_M, BLOCK_N, BLOCK_K, PDL,
                 )  # fmt: skip
             elif FEW_M > 0:  # noqa: SIM102 (this test is made while compiling, the next one by the program)
                 if rows > 0:
                     _tile(
                         a, out, page, pairs, row, rows, column, 0, 0,
-                        N, K, TOP_K, GATE_UP, 0, FEW_M, BLOCK_N, FEW_K,
+                        N, K, TOP_K, GATE_UP, 0, FEW_M, BLOCK_N, FEW_K, PDL,
                     )  # fmt: skip
+    if not GATE_UP:
+        begin(PDL)  # also where there was no tile: nobody ends before the kernel ahead
 
 
 @triton.jit
@@ -197,8 +202,12 @@ def _product(
     )  # fmt: skip
 
 
-def expert_tiles(x: torch.Tensor, plan: Alignment, tiles: Pair, block: MoeBlock) -> torch.Tensor:
-    """Both products: x `[T, H]` -> parts `[T * k + T * slices, H]`, before their weights. As `moe_rows`."""
+def expert_parts(x: torch.Tensor, plan: Alignment, tiles: Pair, block: MoeBlock) -> torch.Tensor:
+    """Both products of x `[T, H]`, before their weights, beside the shared expert's.
+
+    The shared expert of `m * intermediate` columns is `m` more experts, one a slice of its columns, that
+    every token goes to. Returns `[T * k + T * m, H]`: the pairs, then slice s of token t at `t * m + s`.
+    """
     layout, top_k, tokens = block.layout, block.top_k, len(x)
     slices = 0 if block.shared_down is None else block.shared_down.shape[1] // layout.intermediate
     act = x.new_empty((tokens * (top_k + slices), layout.intermediate))
