@@ -28,9 +28,10 @@ from rimuru.models.config import load_model_config
 from rimuru.models.decoder import Decoder
 from rimuru.models.loader import dummy_weights, load_weights
 from rimuru.models.registry import build_model
-from rimuru.models.transfer import CHUNK_BYTES
+from rimuru.models.transfer import CHUNK_BYTES, MAX_READERS
 
 LAYERS = 6
+CHUNK = CHUNK_BYTES["cuda"]
 CAP = 40_000_000_000  # bytes of device memory for the start of the whole model
 
 
@@ -93,11 +94,11 @@ def write(path: Path) -> tuple[Decoder, Experts]:
 
 def read_rate(files: list[Path], count: int, memory: HostMemory) -> float:
     """GB/s of `count` threads that read the files into buffers and do nothing else."""
-    ranges = [(f, at) for f in files for at in range(0, f.stat().st_size, CHUNK_BYTES)]
+    ranges = [(f, at) for f in files for at in range(0, f.stat().st_size, CHUNK)]
     handles = {f: os.open(f, os.O_RDONLY) for f in files}
 
     def read(worker: int) -> None:
-        buffer = memory.tensor[worker * CHUNK_BYTES : (worker + 1) * CHUNK_BYTES].numpy()
+        buffer = memory.tensor[worker * CHUNK : (worker + 1) * CHUNK].numpy()
         for file, at in ranges[worker::count]:
             os.preadv(handles[file], [buffer], at)
 
@@ -129,9 +130,9 @@ def loading(report: Report) -> None:
         files = sorted((root / "m").glob("*.safetensors"))
         size = sum(f.stat().st_size for f in files)
         report.say(f"wrote {size / 1e9:.2f} GB in {time.monotonic() - began:.1f} s; {threads()} threads")
-        buffers = HostMemory(64 << 20)
+        buffers = HostMemory(16 * CHUNK)
         link = link_rate(buffers)
-        for count in (1, 4, 8, 16):
+        for count in (1, 4, MAX_READERS):
             rate = read_rate(files, count, buffers)
             report.bar(f"page cache to memory, {count} threads", rate, "GB/s", higher_is_better=True)
         buffers.close()
