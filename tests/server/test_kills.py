@@ -171,6 +171,7 @@ def test_kills_in_every_phase_leave_the_pool_as_it_was(site: Site) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_a_thousand_kills_leave_the_pool_as_it_was(site: Site) -> None:
     before, baseline = site.answer(), site.held()
     seen = storm(site, 1000)

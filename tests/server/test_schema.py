@@ -89,5 +89,6 @@ def test_generated_requests_never_are_the_server_s_fault(served: Served) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_many_generated_requests_never_are_the_server_s_fault(served: Served) -> None:
     fuzz(served, 100, "coverage,fuzzing")
