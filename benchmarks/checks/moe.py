@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from harness import Report, device_copy_rate, replay_times
 from moe_case import QWEN3, QWEN15, Layer, Routing, Shape, grouped_mm
@@ -11,11 +13,12 @@ from rimuru.kernels import reference
 from rimuru.kernels import triton as kernels
 from rimuru.kernels.host_memory import HostMemory
 from rimuru.kernels.triton.moe_tiles import choose
-from rimuru.kernels.types import EXPERT_HOST
+from rimuru.kernels.types import EXPERT_HOST, MoeBlock
 
 # ||out - twin|| / ||twin||. Both round the activation and each expert's output to the dtype: a unit
 # in the last place here and there, 2^-8 for bf16 and 2^-11 for fp16, of which a fraction differs.
 DENSE = 790.0  # TFLOP/s of an 8192^3 bf16 product on an H200 at rest; measured anew where it is the floor
+TWIN = ("rms_norm", "linear", "route", "silu_and_mul")
 LIMIT = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 2e-6}
 
 
@@ -58,6 +61,38 @@ def check_twin(report: Report) -> None:
                         r.x, r.ids, r.weights, layer.scattered, layer.layout, scratch
                     )
                     report.equal(f"{name}: gather", gathered, out)
+
+
+def check_block(report: Report) -> None:
+    """A whole MoE half, with and without a shared expert, against the twins; tokens of padding among them."""
+    for shape, shared in ((QWEN15, 5632), (QWEN3, 0)):
+        layer, hidden = Layer(shape), shape.hidden
+
+        def draw(*size: int) -> torch.Tensor:
+            return (torch.randn(size, device="cuda") * size[-1] ** -0.5).bfloat16()
+
+        block = MoeBlock(
+            norm=torch.rand(hidden, device="cuda").bfloat16(), eps=1e-6,
+            router=draw(shape.experts + (shared > 0), hidden), experts=shape.experts, top_k=shape.top_k,
+            layout=layer.layout, shared_gate_up=draw(2 * shared, hidden) if shared else None,
+            shared_down=draw(hidden, shared) if shared else None,
+        )  # fmt: skip
+
+        def moe(x, ids, weights, table, layout, touched, dense, gate, layer=layer):
+            out = layer.twin(Routing(x, ids, weights))
+            return out if dense is None else out + gate.float().sigmoid()[:, None] * dense
+
+        twin = SimpleNamespace(**{name: getattr(reference, name) for name in TWIN}, moe=moe)
+        for tokens in (1, 2, 8, 16, 33, 128, 300):
+            x, residual = draw(tokens, hidden) * 40, draw(tokens, hidden) * 40
+            live = torch.arange(tokens, device="cuda", dtype=torch.int32)
+            live[1::3] = -1
+            step = (x, residual, block, layer.scattered, block.norm, None, live)
+            want = reference.moe_block(*step, ops=twin)
+            rubbish = torch.full((64 << 20,), float("nan"), device="cuda")
+            del rubbish
+            for name, got, expected in zip(("normed", "sum"), kernels.moe_block(*step), want, strict=True):
+                report.close(f"block {shape.name} {tokens} tokens: {name}", got, expected, 2 * LIMIT[x.dtype])
 
 
 def fill(layer: Layer, r: Routing) -> float:
@@ -151,6 +186,7 @@ def time_host(report: Report, layer: Layer, some: tuple[int, ...]) -> None:
 def run(report: Report) -> None:
     check_router(report)
     check_twin(report)
+    check_block(report)
     rate = device_copy_rate()
     report.bar("device copy, read and write", rate, "TB/s", higher_is_better=True)
     for shape, some in ((QWEN15, (1, 3, 6)), (QWEN3, (1, 3, 6, 12))):
