@@ -50,7 +50,7 @@ def row(name: str, times: dict[str, float], floor: float) -> None:
 
 FEW = {  # columns, depth, split of K, stages
     "16/128/4/4": (16, 128, 4, 4), "16/128/4/3": (16, 128, 4, 3), "16/64/8/4": (16, 64, 8, 4),
-    "16/256/4/3": (16, 256, 4, 3), "8/128/4/4": (8, 128, 4, 4), "32/64/4/4": (32, 64, 4, 4),
+    "8/128/4/4": (8, 128, 4, 4),
 }  # fmt: skip
 
 
@@ -58,7 +58,7 @@ def linears() -> None:
     for n, k in ((6144, 2048), (5120, 2048), (2048, 2048), (2048, 4096), (151_936, 2048)):
         copies = max(2, min(24, (300 << 20) // (2 * n * k)))
         weights, bias = [draw(n, k) for _ in range(copies)], draw(n)
-        for tokens in (1, 3, 8, 16, 32):
+        for tokens in (1, 3, 8, 16):
             linear_times(weights, bias, draw(tokens, k) * k**0.5)
 
 
