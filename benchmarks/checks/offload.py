@@ -24,6 +24,7 @@ from checks.engine import compiles, last_compiled
 from rimuru.engine.config import EngineConfig
 from rimuru.engine.core import EngineCore
 from rimuru.engine.request import SamplingParams
+from rimuru.errors import RimuruError
 
 LINK = 54.5e9  # bytes/s of the copy engine; the kernel's own reads reach 51e9
 STEPS = 24
@@ -54,7 +55,10 @@ def run(report: Report) -> None:
         capped(report, name, routings[name])
     if os.environ.get("RIMURU_TRACE"):
         for policy in ("reactive", "economic", "fixed"):
-            trace(report, policy, Path(os.environ["RIMURU_TRACE"]))
+            try:
+                trace(report, policy, Path(os.environ["RIMURU_TRACE"]))
+            except RimuruError as error:
+                report.say(f"the trace under {policy}: {error}")
 
 
 def drop(core: EngineCore) -> None:
@@ -129,7 +133,7 @@ def trace(report: Report, policy: str, path: Path) -> None:
     else:
         options = {"memory_policy": policy, "host_memory": int(26e9)}
     core = make(
-        "qwen1.5-moe", 30.9e9, "uniform", max_model_len=4096, max_num_batched_tokens=2048, max_num_seqs=128,
+        "qwen1.5-moe", 30.9e9, "uniform", max_model_len=2048, max_num_batched_tokens=1024, max_num_seqs=128,
         **options,
     )  # fmt: skip
     rng = np.random.default_rng(0)

@@ -11,6 +11,7 @@ import importlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -175,14 +176,18 @@ class EngineCore:
             lendable=plan.experts_lendable, resident=plan.experts_resident, poison=config.debug_pool,
             copy=self._promotions(),
         )  # fmt: skip
+        if self.store.host_bytes < plan.host_bytes:
+            # The machine locks less memory than was planned with: what can be lent, and with it the longest
+            # request, is less.
+            plan = self.plan = _plan(
+                replace(config, host_memory=self.store.host_bytes), model, self.device, self.dtype
+            )
+            logger.warning("memory plan with what can be page-locked\n%s", plan.describe())
         if config.load_format == "dummy":
             dummy_weights(net, config.seed, self.store.sink)
         else:
             load_weights(path, net, self.store.sink, progress=report)
         self.store.fill_initial()
-        while self.store.in_flight.any():
-            self.store.poll()
-            time.sleep(0.001)
         self._tables, self._expert_table, self._ops = kv_tables, expert_table, backend
         cache = KVCache(
             allocator, [g.page_class for g in kv_groups], config.block_size, slots, blocks,
