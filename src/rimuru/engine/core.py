@@ -176,12 +176,11 @@ class EngineCore:
             lendable=plan.experts_lendable, resident=plan.experts_resident, poison=config.debug_pool,
             copy=self._promotions(),
         )  # fmt: skip
-        if self.store.host_bytes < plan.host_bytes:
+        if (lendable := int(self.store.lendable.sum())) < plan.experts_lendable:
             # The machine locks less memory than was planned with: what can be lent, and with it the longest
             # request, is less.
-            plan = self.plan = _plan(
-                replace(config, host_memory=self.store.host_bytes), model, self.device, self.dtype
-            )
+            fits = lendable * geometry.classes[plan.expert_class].page_bytes
+            plan = self.plan = _plan(replace(config, host_memory=fits), model, self.device, self.dtype)
             logger.warning("memory plan with what can be page-locked\n%s", plan.describe())
         if config.load_format == "dummy":
             dummy_weights(net, config.seed, self.store.sink)
