@@ -1,8 +1,8 @@
 """Memory policies against the best static split in hindsight, on the simulator.
 
 `python benchmarks/policies.py --shared DIR --out FILE.jsonl` runs the cases that FILE lacks, one at a time;
-with `--again economic` it runs that policy again for those that FILE holds, and with `--table` it prints
-what FILE holds as Markdown (`docs/benchmarks/policies.md`).
+with `--again economic,static` it runs those policies again for the cases that FILE holds (static with the
+split found before), and with `--table` it prints them as Markdown (`docs/benchmarks/policies.md`).
 
 A case is a model under a cap, a card, a routing, a rate and an overlap. Static splits are searched over the
 number of experts lent: a grid, then the two neighbours' middles around the best, twice. Hindsight
@@ -180,7 +180,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=150)
     parser.add_argument("--overlap", choices=("layer", "step"), default="layer")
     parser.add_argument("--only", default="", help="cases whose text holds this")
-    parser.add_argument("--again", metavar="POLICY", help="run this policy again for the cases in FILE")
+    parser.add_argument("--again", metavar="P[,P...]", help="run these policies again for the cases in FILE")
     parser.add_argument("--table", action="store_true")
     args = parser.parse_args()
     rows = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
@@ -192,9 +192,12 @@ def main() -> None:
         for row in rows:
             case = Case(**{k: row[k] for k in names})
             if args.only in str(case):
-                row[args.again] = Bench(case, args.shared).run(args.again)
+                bench = Bench(case, args.shared)
+                split = {"resident_experts": bench.config.routed_experts - row["static_lent"]}
+                for policy in args.again.split(","):
+                    row[policy] = bench.run(policy, **(split if policy == "static" else {}))
                 print(markdown([row]).splitlines()[-1], file=sys.stderr, flush=True)
-        args.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+                args.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return
     done = [{k: r[k] for k in names} for r in rows]
     for case in cases(args.requests, args.overlap):

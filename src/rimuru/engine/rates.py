@@ -97,14 +97,14 @@ def card_of(device: torch.device) -> GPU:
     import torch
 
     if device.type != "cuda":  # experts without a page are read from the same memory
-        rate = _read_rate(device, COPY)
+        rate = _memory_rate(device, COPY)
         return GPU("cpu", rate, rate, _flops(device, 256, torch.float32), 0)
     name = torch.cuda.get_device_name(device)
     memory = torch.cuda.get_device_properties(device).total_memory
     link = _link_rate(device) * ZERO_COPY
     card = known_gpu(name)
     if card is None:
-        card = GPU(name, _read_rate(device, 4 * COPY), link, _flops(device, 4096, torch.bfloat16), memory)
+        card = GPU(name, _memory_rate(device, 4 * COPY), link, _flops(device, 4096, torch.bfloat16), memory)
     torch.cuda.empty_cache()
     return replace(card, name=name, link_bytes_s=link, memory_bytes=memory)
 
@@ -118,12 +118,13 @@ def _link_rate(device: torch.device) -> float:
     return COPY / _best(lambda: target.copy_(source, non_blocking=True), device)
 
 
-def _read_rate(device: torch.device, size: int) -> float:
-    """Bytes a second at which a sum reads the device's memory."""
+def _memory_rate(device: torch.device, size: int) -> float:
+    """Bytes a second that the device's memory moves in a copy, reads and writes together."""
     import torch
 
-    data = torch.ones(size // 4, dtype=torch.float32, device=device)
-    return size / _best(data.sum, device)
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / _best(lambda: target.copy_(source), device)
 
 
 def _flops(device: torch.device, n: int, dtype: torch.dtype) -> float:

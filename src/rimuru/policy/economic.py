@@ -135,7 +135,7 @@ def _miss_rates(s: Snapshot, lent: np.ndarray) -> np.ndarray:
     expected = float(np.interp(s.lent, lent, rate))
     if measured and expected:
         # What is out now is not exactly the coldest: the ranking is as wrong for other numbers too.
-        rate = rate * np.clip(measured / expected, 1.0, 4.0)
+        rate = rate * np.clip(measured / expected, 0.5, 4.0)
     return np.minimum(rate, 1 - 1e-9)
 
 
