@@ -109,8 +109,8 @@ def test_a_router_of_nan_still_chooses_distinct_experts():
 
 def test_residency_changes_no_bit(monkeypatch):
     monkeypatch.setattr(sys.modules["rimuru.kernels.triton.moe"], "HOST_LANES", 3)
-    case = Case(hidden=40, inter=16, slices=1)
-    for tokens in (1, 3, 5):
+    case = Case(hidden=32, inter=16, slices=1)
+    for tokens in (1, 5):
         x, residual, block, table, norm = case.step(tokens)
         want = kernels.moe_block(x, residual, block, table, norm)
         for hosts in (slice(1, 4), slice(0, 6)):
