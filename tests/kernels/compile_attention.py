@@ -36,19 +36,19 @@ def of_cases(chip: int, cases: list[tuple], windows: tuple[bool, ...]) -> Iterat
         narrow = tiles.decode_tile(dtype, dim, group, shared)
         for window in windows:
             name = f"{NAMES[dtype]} {dim} {q_heads}/{heads}{' window' if window else ''}"
-            for tile in dict.fromkeys(tiles.prompt_tile(dtype, dim, shared, few) for few in (False, True)):
+            for tile, turns in {tiles.prompt_tile(dtype, dim, shared, few) for few in (False, True)}:
                 yield (
-                    f"prompt {name} m{tile.m}",
+                    f"prompt {name} m{tile.m}{' turns' if turns else ''}",
                     attention.prompt_kernel.warmup(
                         dtype, dtype, i32, dtype, i32, i32, i32, 8, 512, 4096, 3, 0.1, 512,
-                        Q_HEADS=q_heads, SEQS=128, WINDOW=window, BLOCK_M=tile.m, BLOCK_N=tile.n,
-                        TURNS=tile.m <= 64, num_warps=tile.warps, num_stages=tile.stages,
+                        Q_HEADS=q_heads, SEQS=256, WINDOW=window, BLOCK_M=tile.m, BLOCK_N=tile.n,
+                        TURNS=turns, num_warps=tile.warps, num_stages=tile.stages,
                         maxnreg=tiles.registers(dtype), grid=(1,), **common,
                     ),
                 )  # fmt: skip
             # kind, tile, partials merged at a time, sequences of a mixed step, early launch
             variants = [
-                ("mixed ", narrow, max(1, min(8, 4096 // (rows * dim))), 128, False),
+                ("mixed ", narrow, max(1, min(8, 4096 // (rows * dim))), 256, False),
                 ("wide ", tiles.wide_tile(dtype, dim, group, shared), 0, 0, early),
             ]
             for kind, tile, fused, mixed, pdl in variants:

@@ -26,6 +26,7 @@ from ..types import KVLayout, KVView, StepMeta
 from . import attention_tiles as tiles
 
 LOG2E = 1.4426950408889634
+STEP_ARRAYS = ["query_start_ptr", "slots_ptr", "seq_lens_ptr"]  # slices of one buffer, at any alignment
 COUNTERS = 1 << 17  # heads of sequences in one step
 BALANCE_TOKENS = tl.constexpr(tiles.BALANCE_TOKENS)
 
@@ -142,7 +143,10 @@ def _prompt_tile(
     tl.store(to, acc.to(out_ptr.dtype.element_ty), (m < queries)[:, None])
 
 
-@triton.jit(do_not_specialize=["seqs", "tokens", "table_stride", "layer", "window"])
+@triton.jit(
+    do_not_specialize=["seqs", "tokens", "table_stride", "layer", "window"],
+    do_not_specialize_on_alignment=STEP_ARRAYS,
+)
 def prompt_kernel(
     q_ptr, pool_ptr, table_ptr, out_ptr, query_start_ptr, slots_ptr, seq_lens_ptr,
     seqs, tokens, table_stride, layer, scale, window,
@@ -218,7 +222,10 @@ def _fair_splits(
     return tl.minimum(splits, tl.maximum(fill, tl.cdiv(tl.max(lengths, 0), BALANCE_TOKENS)))
 
 
-@triton.jit(do_not_specialize=["padded", "blocks", "table_stride", "layer", "window"])
+@triton.jit(
+    do_not_specialize=["padded", "blocks", "table_stride", "layer", "window"],
+    do_not_specialize_on_alignment=STEP_ARRAYS,
+)
 def decode_kernel(
     q_ptr, pool_ptr, table_ptr, out_ptr, partial_ptr, lse_ptr, counter_ptr,
     query_start_ptr, slots_ptr, seq_lens_ptr, padded, blocks, table_stride, layer, scale, window,
@@ -340,7 +347,7 @@ def decode_kernel(
             tl.store(out_ptr + to[:, None] + d[None, :], value, (r < GROUP)[:, None])
 
 
-@triton.jit(do_not_specialize=["splits", "window"])
+@triton.jit(do_not_specialize=["splits", "window"], do_not_specialize_on_alignment=STEP_ARRAYS)
 def merge_kernel(
     partial_ptr, lse_ptr, out_ptr, query_start_ptr, seq_lens_ptr, splits, window,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr,
@@ -416,16 +423,17 @@ def attention(q: torch.Tensor, kv: KVView, meta: StepMeta, scale: float, window:
     stride, scale = kv.table.stride(0), scale * LOG2E
     mixed = meta.max_query_len > 1 or tokens > seqs
     if mixed:
-        tile = tiles.prompt_tile(q.dtype, dim, shared, -(-tokens // 128) * q_heads <= multiprocessors)
-        most = tokens // tile.m + seqs  # tiles, if every sequence has a last one that is not full
-        # Two thread blocks a multiprocessor, or one for each tile of one long prompt. Where most of the
-        # others would find no tile, as with padding sequences, tiles beyond these take turns.
-        blocks = max(-(-tokens // tile.m), -(-2 * multiprocessors // q_heads))
-        turns = most > 2 * blocks
-        prompt_kernel[(q_heads, blocks if turns else most)](
+        few = -(-tokens // 128) * q_heads <= multiprocessors
+        tile, turns = tiles.prompt_tile(q.dtype, dim, shared, few)
+        blocks = tokens // tile.m + seqs  # if every sequence has a last tile that is not full
+        if turns:
+            # Two thread blocks a multiprocessor, or one for each tile of one long prompt, and tiles beyond
+            # these take turns: most sequences may be padding or decode.
+            blocks = min(blocks, max(-(-tokens // tile.m), -(-2 * multiprocessors // q_heads)))
+        prompt_kernel[(q_heads, blocks)](
             q, kv.pool, kv.table, out, *where, seqs, tokens, stride, kv.layer, scale, window,
             Q_HEADS=q_heads, KV_HEADS=lay.heads, DIM=dim, BLOCK_TOKENS=lay.block_tokens,
-            GRAIN=lay.grain_elems, SEQS=max(64, triton.next_power_of_2(seqs + 1)), WINDOW=window > 0,
+            GRAIN=lay.grain_elems, SEQS=tiles.sequences(seqs), WINDOW=window > 0,
             BLOCK_M=tile.m, BLOCK_N=tile.n, TURNS=turns, PRECISION=precision,
             num_warps=tile.warps, num_stages=tile.stages, maxnreg=tiles.registers(q.dtype),
         )  # fmt: skip
@@ -439,8 +447,9 @@ def attention(q: torch.Tensor, kv: KVView, meta: StepMeta, scale: float, window:
             wide_splits = tiles.wide_split_count(seqs, lay.heads, meta.max_seq_len, multiprocessors)
             tile, splits = (wider, wide_splits) if wide_splits else (tile, splits)
     rows = triton.next_power_of_2(group)
-    if seqs * lay.heads > COUNTERS:
-        raise ValueError(f"a step holds at most {COUNTERS // lay.heads} sequences, got {seqs}")
+    if seqs * lay.heads > COUNTERS or seqs >= tiles.SEQUENCES[-1]:
+        most = min(COUNTERS // lay.heads, tiles.SEQUENCES[-1] - 1)
+        raise ValueError(f"a step holds at most {most} sequences, got {seqs}")
     scratch = seqs * lay.heads * splits * rows
     partial = torch.empty(scratch * (dim + 1), dtype=torch.float32, device=q.device)
     lse = partial[scratch * dim :]
@@ -454,7 +463,7 @@ def attention(q: torch.Tensor, kv: KVView, meta: StepMeta, scale: float, window:
         KV_HEADS=lay.heads, GROUP=group, DIM=dim, BLOCK_TOKENS=lay.block_tokens, GRAIN=lay.grain_elems,
         WINDOW=window > 0, BLOCK_M=tile.m, BLOCK_N=tile.n, MIN_SPLIT=least, ROWS=rows,
         FUSED=max(1, min(8, 4096 // (rows * dim))) if fused else 0,
-        MIXED=max(64, triton.next_power_of_2(seqs)) if mixed else 0,
+        MIXED=tiles.sequences(seqs) if mixed else 0,
         PDL=pdl, PRECISION=precision, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=pdl,
     )  # fmt: skip
     if splits > 1 and not fused:

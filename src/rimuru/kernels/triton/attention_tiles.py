@@ -18,6 +18,7 @@ MIXED_SPLITS = 8  # in a mixed step the last block always merges
 MIXED_BLOCKS = 4096  # decode blocks of a mixed step, most of which may find nothing to do
 BLOCKS_PER_SM = 3  # narrow decode blocks a multiprocessor should find, to keep enough bytes in flight
 BALANCE_TOKENS = 2048  # of one sequence that one narrow block should read at most
+SEQUENCES = (256, 4096)  # a step holds fewer; two sizes, because each is a kernel to compile
 WIDE_TOKENS = (512, 8192)  # a wide block reads at least four tiles; a long sequence is not left to one block
 WIDE_SPLITS = 8  # below this many the merge's launch costs more than wide blocks gain
 
@@ -38,17 +39,21 @@ def shared_memory_class(capability: tuple[int, int]) -> int:
     return 163 if capability in ((8, 0), (8, 7)) else 99
 
 
-def prompt_tile(dtype: torch.dtype, dim: int, shared: int, few: bool = False) -> Tile:
-    """Tile of the prompt kernel for a shared memory class. few: 128 rows would leave multiprocessors idle."""
+def prompt_tile(dtype: torch.dtype, dim: int, shared: int, few: bool) -> tuple[Tile, bool]:
+    """Tile of the prompt kernel for a shared memory class, and whether thread blocks take turns at tiles.
+
+    few: 128 rows a block would leave multiprocessors idle. Turns save the blocks of sequences without a
+    tile, of which a captured step has many; the loop costs long prompts 3 %.
+    """
     if dtype == torch.float32:
-        return Tile(16, 16, 4, 2)
+        return Tile(16, 16, 4, 2), True
+    if shared == 227 and few and dim <= 128:
+        return Tile(64, 64, 4, 3), True
     if dim <= 64:
-        return Tile(128, 64, 4 if shared == 227 else 8, 3)
+        return Tile(128, 64, 4 if shared == 227 else 8, 3), few
     if dim <= 128:
-        if shared != 227:
-            return Tile(128, 32, 8, 2)
-        return Tile(64, 64, 4, 3) if few else Tile(128, 128, 8, 3)
-    return Tile(128, 32, 8, 2) if shared == 227 else Tile(64, 32, 8, 2)
+        return Tile(128, 128, 8, 3) if shared == 227 else Tile(128, 32, 8, 2), few
+    return Tile(128, 32, 8, 2) if shared == 227 else Tile(64, 32, 8, 2), few
 
 
 def registers(dtype: torch.dtype) -> int | None:
@@ -80,6 +85,11 @@ def wide_tile(dtype: torch.dtype, dim: int, group: int, shared: int) -> Tile | N
     if dtype == torch.float32 or dim != 128 or group > 16 or shared != 227:
         return None
     return Tile(16, 128, 8, 3)
+
+
+def sequences(seqs: int) -> int:
+    """The size of vectors over a step's sequences and one more."""
+    return next((size for size in SEQUENCES if seqs < size), SEQUENCES[-1])
 
 
 def min_split(seqs: int, kv_heads: int, max_seq_len: int, multiprocessors: int) -> int:

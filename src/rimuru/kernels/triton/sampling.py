@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 SPLIT = 4096  # tokens of a row that one program of the first launch reads
 BLOCK = 8192  # tokens of a row that the second launch reads at a time
 GREEDY_BELOW = tl.constexpr(1e-5)
+# One value a row: slices of larger buffers, at any alignment, must not mean another kernel.
+ROW_VALUES = [
+    "temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "seeds_ptr", "steps_ptr", "out_ptr",
+    "latest_ptr", "slots_ptr",
+]  # fmt: skip
 
 
 @triton.jit
@@ -67,7 +72,7 @@ def _winner(value, token):
     return best, tl.min(tl.where(value == best, token, 2147483647), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "seeds_ptr", "steps_ptr"])
 def race_kernel(
     logits_ptr, stride, temperature_ptr, seeds_ptr, steps_ptr, best_ptr, token_ptr, peak_ptr, mass_ptr,
     VOCAB: tl.constexpr, SPLIT: tl.constexpr,
@@ -141,7 +146,7 @@ def _emit(out_ptr, latest_ptr, slots_ptr, row, token):
         tl.store(latest_ptr + slot, token.to(latest_ptr.dtype.element_ty), mask=slot >= 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ROW_VALUES)
 def filter_kernel(
     logits_ptr, stride, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, steps_ptr,
     best_ptr, token_ptr, peak_ptr, mass_ptr, out_ptr, latest_ptr, slots_ptr,
