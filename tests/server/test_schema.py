@@ -6,6 +6,7 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,13 +64,15 @@ def test_a_limit_in_the_description_is_where_the_server_draws_it(
         assert live.post(path, {**base, name: limit}).status_code == 200
 
 
-def fuzz(served: Served, seconds: int, phases: str) -> None:
+def fuzz(served: Served, folder: Path, seconds: int, phases: str) -> None:
     if importlib.util.find_spec("schemathesis") is None:
         pytest.skip("schemathesis is missing")
     command = ["-m", "schemathesis.cli", "run", f"{served.url}/openapi.json", "--checks",
                "not_a_server_error", "--phases", phases, "--max-time", str(seconds), "--seed", "1",
                "--no-color", "--warnings", "off"]  # fmt: skip
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=seconds + 120)
+    done = subprocess.run(
+        [sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=seconds + 120
+    )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert served.process.poll() is None
 
@@ -84,11 +87,11 @@ def served() -> Iterator[Served]:
     served.process.wait()
 
 
-def test_generated_requests_never_are_the_server_s_fault(served: Served) -> None:
-    fuzz(served, 8, "fuzzing")
+def test_generated_requests_never_are_the_server_s_fault(served: Served, tmp_path: Path) -> None:
+    fuzz(served, tmp_path, 8, "fuzzing")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_many_generated_requests_never_are_the_server_s_fault(served: Served) -> None:
-    fuzz(served, 100, "coverage,fuzzing")
+def test_many_generated_requests_never_are_the_server_s_fault(served: Served, tmp_path: Path) -> None:
+    fuzz(served, tmp_path, 100, "coverage,fuzzing")
