@@ -47,8 +47,8 @@ def prompt_tile(dtype: torch.dtype, dim: int, shared: int, few: bool) -> tuple[T
     """
     if dtype == torch.float32:
         return Tile(16, 16, 4, 2), True
-    if shared == 227 and few and dim <= 128:
-        return Tile(64, 64, 4, 3), True
+    if few and dim <= 128:
+        return Tile(64, 64, 4, 3) if shared == 227 else Tile(64, 32, 4, 2), True
     if dim <= 64:
         return Tile(128, 64, 4 if shared == 227 else 8, 3), few
     if dim <= 128:
