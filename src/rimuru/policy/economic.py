@@ -81,8 +81,11 @@ def forecast(
     fixed = max(0.0, s.step_seconds - float(reads[0] + waits[0]))
     reads, waits = step(lent, touched, rate, running, margin)
     seconds = fixed + reads + waits
-    # A prompt touches nearly every expert: its step misses all that is lent.
-    streamed = step(lent, float(s.expert_total), 1.0, running, margin)[1]
+    # A prompt touches more than a step of decodes, and so misses more of what is lent.
+    more = max(1.0, s.request_prompt_tokens / s.running) if s.request_prompt_tokens else np.inf
+    cold = 1 - (1 - _miss_rates(s, lent)) ** more
+    hot = 1 - (1 - min(s.touched / s.expert_total, 1 - 1e-9)) ** more
+    streamed = step(lent, s.expert_total * hot, cold, running, margin)[1]
     per_prompt = s.prefill_seconds + np.maximum(0.0, streamed - waits)
     prefill = per_prompt / s.request_output_tokens if s.request_output_tokens else 0.0
     goodput = running / np.maximum(seconds + running * prefill, 1e-9)
