@@ -15,6 +15,7 @@ def check(reports: dict[str, dict], chip: int) -> None:
         assert {n for n in products if not reports[n]["wgmma"]} == set()
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("chip", sorted(SHARED_LIMIT))
 def test_attention_draws_and_moves_fit_their_chip(chip):
     check(compiled("attention+sampling", chip), chip)
