@@ -48,12 +48,6 @@ def row(name: str, times: dict[str, float], floor: float) -> None:
     print(f"{name:34} floor {floor:7.2f}  {values}", flush=True)
 
 
-FEW = {  # columns, depth, split of K, stages
-    "16/128/4/4": (16, 128, 4, 4), "16/128/4/3": (16, 128, 4, 3), "16/64/8/4": (16, 64, 8, 4),
-    "8/128/4/4": (8, 128, 4, 4),
-}  # fmt: skip
-
-
 def linears() -> None:
     for n, k in ((6144, 2048), (5120, 2048), (2048, 2048), (2048, 4096), (151_936, 2048)):
         copies = max(2, min(24, (300 << 20) // (2 * n * k)))
@@ -67,8 +61,6 @@ def linear_times(weights: list[torch.Tensor], bias: torch.Tensor, x: torch.Tenso
     calls = {"cublas": lambda w: F.linear(x, w, bias)}
     if tokens <= 3:
         calls["rows"] = partial(lin.rows_linear, x, bias=bias)
-    if tokens > 1:
-        calls |= {name: partial(lin.few_linear, x, bias=bias, tile=tile) for name, tile in FEW.items()}
     want = F.linear(x.float(), weights[0].float(), bias.float())
     for name, call in calls.items():
         error = ((call(weights[0]).float() - want).norm() / want.norm()).item()
@@ -161,9 +153,7 @@ def block_times(block: Block, tokens: int) -> None:
 
 
 def own_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    if len(x) <= 2:
-        return lin.rows_linear(x, weight, bias)
-    return lin.few_linear(x, weight, bias) if len(x) <= 16 else F.linear(x, weight, bias)
+    return lin.rows_linear(x, weight, bias) if len(x) <= 2 else F.linear(x, weight, bias)
 
 
 class Stack:

@@ -40,11 +40,6 @@ def kernels(chip: int):
             T=2, K=k, BIAS=True, BLOCK_N=block_n, BLOCK_K=1 << (k - 1).bit_length(), PDL=pdl,
             num_warps=4, num_stages=1, launch_pdl=pdl, grid=(1,),
         )  # fmt: skip
-    yield "linear of few", linear.few_kernel.warmup(
-        bf16, bf16, bf16, bf16, 8, 6144,
-        K=2048, BIAS=True, SPLIT=4, BLOCK_M=16, BLOCK_N=16, BLOCK_K=128, PDL=pdl, num_warps=4, num_stages=4,
-        launch_pdl=pdl, grid=(1,),
-    )  # fmt: skip
     yield (
         "embed",
         embed.embed_kernel.warmup(

@@ -34,14 +34,6 @@ def test_one_row_or_two_match_the_twin(dtype, n, k):
         agree(linear.rows_linear(x, weight, None), x, weight, None)
 
 
-@pytest.mark.parametrize("dtype", list(LIMIT))
-def test_parts_of_k_add_up_to_the_twin(dtype):
-    for tokens, n in ((3, 37), (17, 16)):
-        x, weight, bias = case(dtype, tokens, n, 256)
-        agree(linear.few_linear(x, weight, bias, (16, 32, 4, 2)), x, weight, bias)
-        agree(linear.few_linear(x, weight, None, (16, 64, 4, 2)), x, weight, None)
-
-
 @pytest.mark.parametrize("tokens", [0, 1, 2, 3, 33])
 def test_every_number_of_rows_is_served(tokens):
     x, weight, bias = case(torch.bfloat16, tokens, 16, 32)

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-model-len", type=int)
     parser.add_argument("--max-num-seqs", type=int, default=128)
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
-    parser.add_argument("--memory-policy", default="reactive", choices=POLICIES)
+    parser.add_argument("--memory-policy", default="economic", choices=POLICIES)
     parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
 
 

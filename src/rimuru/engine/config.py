@@ -72,7 +72,7 @@ class EngineConfig:
     device_memory: int | None = None
     host_memory: int | None = None
     gpu_memory_utilization: float = 0.9
-    memory_policy: str = "reactive"
+    memory_policy: str = "economic"
     resident_experts: int | None = None  # for `static`
     max_boundary_wait: float = 2.0  # seconds the oldest request may wait before pages are lent anyway
     ttft_slo: float | None = None  # milliseconds to the first token, an objective of `economic`

@@ -187,7 +187,6 @@ class _Plan:
         if faults:
             raise CheckpointError(f"{folder}: weights do not match config.json; " + "; ".join(faults))
 
-
     @property
     def placed(self) -> list[StoredTensor]:
         """The tensors that are read, in no order."""

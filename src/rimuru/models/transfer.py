@@ -83,8 +83,8 @@ class Chunk:
 class Transfer:
     """Threads and buffers for one load to `device`, made while the caller finds out what to load.
 
-        with Transfer(device) as transfer:
-            transfer.run(pieces, on_done)
+    with Transfer(device) as transfer:
+        transfer.run(pieces, on_done)
     """
 
     def __init__(self, device: torch.device):
@@ -157,9 +157,7 @@ def _chunks(pieces: Iterable[Piece], most: int) -> Iterator[list[Piece]]:
     for piece in pieces:
         for part in _cut(piece, most):
             size = part.end - part.start
-            if chunk and not (
-                size <= room and chunk[-1].continued_by(part) and len(chunk) < _MOST_PIECES
-            ):
+            if chunk and not (size <= room and chunk[-1].continued_by(part) and len(chunk) < _MOST_PIECES):
                 yield chunk
                 chunk = []
             room = (room if chunk else most) - size

@@ -247,4 +247,3 @@ class Simulation:
     def check(self) -> None:
         """Assert every structure's own truth."""
         self.scheduler.check()
-

@@ -32,7 +32,8 @@ def apply_edits(table: torch.Tensor, index: torch.Tensor, value: torch.Tensor) -
         edits_kernel[(triton.cdiv(count, 256),)](table, index, value, count, BLOCK=256, num_warps=2)
 
 
-@triton.jit
+# The pages' numbers are slices of one tensor, at any alignment: no kernel for each.
+@triton.jit(do_not_specialize_on_alignment=["source_ptr", "target_ptr"])
 def move_kernel(
     pool_ptr, source_ptr, target_ptr, WORDS: tl.constexpr, GRAIN: tl.constexpr, BLOCK: tl.constexpr
 ):
