@@ -84,7 +84,7 @@ def test_help_of_serve_lists_its_flags(capsys: pytest.CaptureFixture[str]) -> No
         (["serve", "m", "--max-model-len", "1.5K"], "32768, 32k or 32K"),
         (["serve", "m", "--max-model-len", "inf"], "32768, 32k or 32K"),
         (["serve", "m", "--ttft-slo", "soon"], "--ttft-slo"),
-        (["serve", "m", "--ttft-slo", "200"], "--memory-policy economic"),
+        (["serve", "m", "--memory-policy", "reactive", "--ttft-slo", "200"], "--memory-policy economic"),
         (["serve", "m", "--memory-policy", "economic", "--itl-slo", "0"], "more than 0 milliseconds"),
     ],
 )

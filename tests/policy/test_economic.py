@@ -101,6 +101,11 @@ def test_nothing_is_lent_where_one_miss_outlasts_the_reads_of_its_layer():
     assert Economic().decide(fast).expert_pages <= s.expert_resident - 24
 
 
+def test_a_link_that_hides_everything_exposes_nothing_and_is_forecast_at_once():
+    lent, rate, hidden = np.array([18.0, 3.0]), np.array([0.7, 1.0]), np.array([1e10, 1e10])
+    assert exposed_misses(lent, rate, hidden, 3) == pytest.approx([0.0, 0.0], abs=1e-9)
+
+
 def test_exposed_misses_are_those_of_layers_that_miss_more_than_they_hide():
     rng = np.random.default_rng(3)
     for lent, p, hidden in ((36, 0.9, 20.0), (100, 0.3, 40.0), (6, 0.5, 8.0), (240, 0.15, 70.0)):

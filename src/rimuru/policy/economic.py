@@ -106,8 +106,8 @@ def exposed_misses(lent: np.ndarray, rate: np.ndarray, hidden: np.ndarray, layer
     """
     if layers == 1:  # thousands of misses: their scatter is small beside their number
         return np.maximum(0.0, lent * rate - hidden)
-    h = hidden / layers
     fewer = np.floor(lent / layers)
+    h = np.minimum(hidden / layers, fewer + 1)  # a layer misses no more than it lends
     more = lent / layers - fewer  # share of the layers that lend one more
     stay = np.clip(1 - rate, 0.0, 1 - 1e-9)
     total = np.zeros(len(lent))
