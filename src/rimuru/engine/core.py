@@ -4,7 +4,7 @@ Room: where all rooms meet. Rule: a step reads as a straight line, schedule -> l
 everything a step needs to decide is decided by the part it belongs to. On a GPU a step is launched before the
 last one is updated, so that the host works while the device does.
 
-A little over 500 lines: what is built, in which order, and how a step passes through it, is read in one place.
+A little over 500 lines: what is built in which order, and how a step passes through it, is read in one place.
 """
 
 from __future__ import annotations
