@@ -94,11 +94,6 @@ def _plan(config: EngineConfig, model: ModelConfig, device: torch.device, dtype:
     )
 
 
-def seconds(ms: float | None) -> float | None:
-    """An objective as the scheduler takes it."""
-    return None if ms is None else ms / 1e3
-
-
 def check_tokens(tokens: list[int], vocab_size: int) -> None:
     """Raise `RequestError` for ids outside the vocabulary: they would read beyond the embedding."""
     if not all(type(t) is int for t in tokens):
@@ -209,7 +204,7 @@ class EngineCore:
         self.memory.know(self.rates.cost)
         budget = None
         if self.device.type == "cuda":  # on a CPU no link makes a few prompt tokens as dear as many
-            budget = PromptBudget(seconds(config.ttft_slo), seconds(config.itl_slo))
+            budget = PromptBudget.of(config.ttft_slo, config.itl_slo)
         self.scheduler = Scheduler(
             self.memory, max_num_seqs=slots, max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=plan.max_model_len, budget=budget,
