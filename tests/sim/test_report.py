@@ -31,6 +31,17 @@ def test_the_summary_is_what_the_steps_and_requests_add_up_to(make_sim):
     assert sorted(w for _, w in sim.first_tokens) == sorted(x.ttft for x in sim.scheduler.samples)
 
 
+def test_gaps_between_tokens_are_each_request_s_own_preemptions_included(make_sim):
+    sim = make_sim("fixed", kv_mib=3)
+    arrivals = load(20)
+    sim.run(arrivals)
+    assert sum(sim.scheduler.preemptions.values()) > 0
+    assert len(sim.gaps) == sum(a.output - 1 for a in arrivals)
+    assert sum(sim.gaps) == pytest.approx(sum(x.decode_time for x in sim.scheduler.samples), rel=1e-5)
+    assert summary(sim)["itl_p99_s"] == pytest.approx(np.percentile(sim.gaps, 99))
+    assert max(sim.gaps) > 2 * max(sim.series.seconds)  # one that was preempted waited for many steps
+
+
 def test_a_simulation_of_nothing_has_numbers_too(make_sim):
     got = summary(make_sim())
     assert (got["requests"], got["steps"], got["output_tokens_per_s"]) == (0, 0, 0.0)

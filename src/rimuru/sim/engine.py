@@ -6,6 +6,7 @@ the hardware would do: which experts a step touches (`routing`), and how long it
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -129,6 +130,7 @@ class Simulation:
         self.series = Series()
         self.refused: list[str] = []
         self.first_tokens: list[tuple[float, float]] = []  # arrival and TTFT of those that finished
+        self.gaps = array("f")  # seconds from each token to the next of its request, preemptions included
         self._numbers: dict[str, int] = {}
         self._counted = 0  # link bytes of promotions that a step has paid for
         self._moved = 0  # bytes of moved pages that a step has paid for
@@ -188,6 +190,7 @@ class Simulation:
         # A stand-in for the token: the conversation's own number, which the next turn's prompt repeats.
         tokens = [r.tokens[-1] if s else -1 for r, s in zip(plan.requests, plan.samples, strict=True)]
         finished = len(scheduler.samples)
+        last = [r.last_token_at for r, s in zip(plan.requests, plan.samples, strict=True) if s]
         scheduler.update(plan, StepResult(tokens), self.now)
         if len(scheduler.samples) > finished:
             self.first_tokens += [
@@ -195,6 +198,7 @@ class Simulation:
                 for r in plan.requests
                 if r.phase == Phase.FINISHED and r.first_token_at is not None
             ]
+        self.gaps.extend(self.now - at for at in last if at is not None)
         memory.after_step(touched, scheduler, self.now, seconds, prompt_tokens)
         series.clock.append(self.now)
         series.seconds.append(seconds)

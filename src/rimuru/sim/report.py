@@ -44,6 +44,7 @@ def summary(
         "ttft_p50_s": _percentile(ttft, 50),
         "ttft_p99_s": _percentile(ttft, 99),
         "tpot_mean_s": _mean(tpot),
+        "itl_p99_s": _percentile(np.asarray(sim.gaps), 99),
         "step_max_s": max(series.seconds, default=0.0),
         "link_bytes": int(sum(series.link_bytes)),
         "experts_resident_mean": _over_time(series.resident, series.seconds),
