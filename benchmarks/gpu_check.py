@@ -9,6 +9,7 @@ section: its `run(report)` checks first and times second.
 from __future__ import annotations
 
 import argparse
+import gc
 import pkgutil
 import platform
 import sys
@@ -51,6 +52,7 @@ def main() -> int:
             crashed.append(name)
             traceback.print_exc()
             report.say("CRASHED")
+        gc.collect()
         torch.cuda.empty_cache()
         if args.json:
             report.dump(args.json, **facts, crashed=crashed)

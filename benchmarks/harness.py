@@ -46,7 +46,7 @@ class Report:
 
     def check(self, name: str, error: float, limit: float) -> None:
         """A comparison with the twin. NaN never passes."""
-        ok = error <= limit
+        ok = bool(error <= limit)  # not numpy's, which JSON does not know
         self.checks.append(Check(self.section, name, error, limit, ok))
         self.say(f"{'ok  ' if ok else 'FAIL'} {name}: error {error:.2e}, limit {limit:.1e}")
 
@@ -62,7 +62,7 @@ class Report:
         self, name: str, measured: float, unit: str, bar: float | None = None,
         floor: float | None = None, higher_is_better: bool = False,
     ) -> None:  # fmt: skip
-        ok = bar is None or (measured >= bar if higher_is_better else measured <= bar)
+        ok = bar is None or bool(measured >= bar if higher_is_better else measured <= bar)
         self.bars.append(Bar(self.section, name, measured, unit, bar, floor, higher_is_better, ok))
         self.say(f"{name}: {measured:.2f} {unit}" + ("" if bar is None else f" (bar {bar:.2f})"))
 

@@ -28,10 +28,11 @@ from .config import EngineConfig
 
 FIXED_KINDS = ("sliding", "window")  # attention whose KV does not grow with a request
 GRAPH_TOKENS = 512  # of the largest captured step
-# What a CUDA context, loaded kernels, cuBLAS and captured graphs take beside torch's allocations (0.87 GB on
-# an H200), and torch's reserved bytes over the activations that are counted: it loses some between blocks.
-GPU_DRIVER = 960 << 20
-GPU_SLACK = 1.8
+# What a CUDA context, loaded kernels, cuBLAS and captured graphs take beside torch's allocations (0.82 GB on an
+# H200, of it 0.65 the context), and torch's reserved bytes over those counted: it loses some between blocks.
+GPU_DRIVER = 848 << 20
+GPU_SLACK = 1.3
+GPU_LOST = 96 << 20
 FEW_ROWS = 32  # rows of logits of which copies exist at one time
 STREAM_PAGES = (
     16  # of the ring that a large step's missing experts come through, beside what the pool has free
@@ -276,12 +277,13 @@ def workspace_bytes(model: ModelConfig, config: EngineConfig, itemsize: int) -> 
 
 def gpu_bytes(model: ModelConfig, config: EngineConfig, itemsize: int) -> int:
     """The same on a GPU, in torch's allocator: the largest step, and the captured steps, which share the
-    memory of the largest. Copies of logits are of few rows.
+    memory of the largest. Each has its logits; copies of logits are of few rows, when activations are gone.
     """
     most = max(config.max_num_batched_tokens, config.max_num_seqs)
     graphs = max(min(config.max_num_batched_tokens, GRAPH_TOKENS), config.max_num_seqs)
-    logits = 2 * config.max_num_seqs * itemsize + FEW_ROWS * 4 * 6
-    return int((most + graphs) * activation_bytes(model, itemsize) * GPU_SLACK) + logits * model.vocab_size
+    token, vocab = activation_bytes(model, itemsize) * GPU_SLACK, model.vocab_size
+    scores = max(0, FEW_ROWS * 4 * 6 * vocab - most * token)
+    return int((most + graphs) * token + 2 * config.max_num_seqs * itemsize * vocab + scores) + GPU_LOST
 
 
 def activation_bytes(model: ModelConfig, itemsize: int) -> int:
@@ -378,19 +380,25 @@ def plan_memory(
         return min(total, budget // expert_bytes)
 
     lendable, streaming = lendable_under(cap), 0
-    if lendable and not device_is_host and reserve is None:
-        streaming = STREAM_PAGES * expert_bytes
-        fixed += streaming
-    huge = max(0, cap - fixed) // geometry.huge_bytes
     policy = make_boundary(config)
     # A length the user asked for is a promise; the model's own length is only a wish.
     least_blocks = blocks if config.max_model_len else 1
-    capacity = Capacity(
-        pool_pages=huge * units.experts_per_huge, expert_total=total, expert_lendable=lendable,
-        expert_floor=0, expert_page_bytes=expert_bytes, kv_page_bytes=units.page_bytes,
-        kv_per_expert=units.per_expert,
-        kv_min=units.pages_for(least_blocks) * units.per_expert + one_state * units.per_expert,
-    )  # fmt: skip
+
+    def lay_out() -> tuple[int, Capacity]:
+        huge = max(0, cap - fixed - streaming) // geometry.huge_bytes
+        return huge, Capacity(
+            pool_pages=huge * units.experts_per_huge, expert_total=total, expert_lendable=lendable,
+            expert_floor=0, expert_page_bytes=expert_bytes, kv_page_bytes=units.page_bytes,
+            kv_per_expert=units.per_expert,
+            kv_min=units.pages_for(least_blocks) * units.per_expert + one_state * units.per_expert,
+        )  # fmt: skip
+
+    huge, capacity = lay_out()
+    if lendable and not device_is_host and reserve is None and policy.start(capacity) < total:
+        # Where all experts begin resident those lent later are few, and read in place.
+        streaming = STREAM_PAGES * expert_bytes
+        huge, capacity = lay_out()
+    fixed += streaming
     floor = policy.least_resident(capacity)
     if huge < roots(floor, least_blocks):
         parts = [

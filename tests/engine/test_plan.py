@@ -1,0 +1,50 @@
+"""What a plan counts on a GPU, without one."""
+
+import pytest
+from support.tiny import tiny_checkpoint
+
+from rimuru.engine.config import EngineConfig
+from rimuru.engine.plan import STREAM_PAGES, MemoryPlan, plan_memory, sizes_of
+from rimuru.models.config import load_model_config
+
+
+def gpu_plan(**options) -> MemoryPlan:
+    path = tiny_checkpoint("qwen3_moe")
+    config = EngineConfig(model=str(path), max_num_seqs=4, max_num_batched_tokens=64, **options)
+    model = load_model_config(path)
+    return plan_memory(
+        config, sizes_of(model, config, 4), device_available=16 << 30, host_available=1 << 30,
+        device_is_host=False,
+    )  # fmt: skip
+
+
+def parts(plan: MemoryPlan) -> int:
+    beside = plan.weights_bytes + plan.workspace_bytes + plan.tables_bytes + plan.driver_bytes
+    return beside + plan.streaming_bytes + plan.pool_bytes
+
+
+def expert_bytes(plan: MemoryPlan) -> int:
+    return plan.geometry.classes[plan.expert_class].page_bytes
+
+
+@pytest.mark.parametrize("policy", ["reactive", "economic"])
+def test_where_all_experts_begin_resident_no_memory_waits_for_streamed_ones(policy):
+    everything = gpu_plan()
+    cap = everything.device_bytes - everything.geometry.huge_bytes  # KV wishes for more
+    plan = gpu_plan(device_memory=cap, memory_policy=policy)
+    assert plan.experts_lendable and plan.experts_resident == plan.experts_total
+    assert plan.streaming_bytes == 0
+    # As much KV as a policy that never lends has.
+    assert plan.kv_tokens == gpu_plan(device_memory=cap, memory_policy="fixed").kv_tokens
+    assert parts(plan) <= cap
+
+
+def test_where_experts_begin_in_host_memory_pages_for_streamed_ones_are_counted():
+    everything = gpu_plan()
+    # Room for half the experts.
+    cap = everything.device_bytes - everything.pool_bytes
+    cap += (everything.experts_total // 2 + STREAM_PAGES) * expert_bytes(everything)
+    plan = gpu_plan(device_memory=cap, memory_policy="economic")
+    assert 0 < plan.experts_resident < plan.experts_total
+    assert plan.streaming_bytes == STREAM_PAGES * expert_bytes(plan)
+    assert cap - plan.geometry.huge_bytes < parts(plan) <= cap
