@@ -33,8 +33,8 @@ SETTLE = 120  # steps in which the residency policy learns what the requests tou
 QWEN3_BARS = {1: 6.5, 4: 21.0, 16: 100.0}  # ms a step, routing as a real model's
 VLLM = {1: 67.5, 16: 461.0}  # ms a step with its own offloading, uniform routing
 EXPERT = 3 * 2048 * 768 * 2
-# vLLM's cap leaves out the CUDA context, 0.65 GB here, and graphs; ours holds everything. So beside the same cap
-# there is the one with the context added, under which ours still takes less.
+# vLLM's cap leaves out the CUDA context, 0.65 GB here, and graphs; ours holds everything. So beside the same
+# cap there is one with the context added, under which ours still takes less.
 _CAPPED = {"device_memory": int(30.9e9), "host_memory": int(26e9)}
 _BESIDE = {"device_memory": int(31.55e9), "host_memory": int(26e9)}
 TRACES = {  # the engine's options, and what vLLM 0.26.0 reached: output tokens/s, mean TTFT in s

@@ -32,7 +32,8 @@ def test_where_all_experts_begin_resident_no_memory_waits_for_streamed_ones(poli
     everything = gpu_plan()
     cap = everything.device_bytes - everything.geometry.huge_bytes  # KV wishes for more
     plan = gpu_plan(device_memory=cap, memory_policy=policy)
-    assert plan.experts_lendable and plan.experts_resident == plan.experts_total
+    assert plan.experts_lendable
+    assert plan.experts_resident == plan.experts_total
     assert plan.streaming_bytes == 0
     # As much KV as a policy that never lends has.
     assert plan.kv_tokens == gpu_plan(device_memory=cap, memory_policy="fixed").kv_tokens
