@@ -29,7 +29,7 @@ from .config import EngineConfig
 FIXED_KINDS = ("sliding", "window")  # attention whose KV does not grow with a request
 GRAPH_TOKENS = 512  # of the largest captured step
 # What a CUDA context, loaded kernels, cuBLAS and captured graphs take beside torch's allocations (0.82 GB on
-# an H200, of it 0.65 the context), and torch's reserved bytes over those counted: it loses some between blocks.
+# an H200, 0.65 of it the context), and torch's reserved bytes over those counted: it loses some between them.
 GPU_DRIVER = 848 << 20
 GPU_SLACK = 1.3
 GPU_LOST = 96 << 20
