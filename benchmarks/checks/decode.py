@@ -33,32 +33,63 @@ CONTEXT = 1024
 STEPS = 40
 
 
+def make(model: str, **options: object) -> EngineCore:
+    return EngineCore(
+        EngineConfig(
+            model=folder(model), load_format="dummy", device="cuda", max_model_len=4096,
+            max_num_batched_tokens=8192, dummy_routing="uniform", **options,
+        )
+    )  # fmt: skip
+
+
 def run(report: Report) -> None:
     for model, bars in BARS.items():
         began = time.monotonic()
-        core = EngineCore(
-            EngineConfig(
-                model=folder(model), load_format="dummy", device="cuda", max_model_len=4096,
-                max_num_batched_tokens=8192, memory_policy="fixed", dummy_routing="uniform",
-            )
-        )  # fmt: skip
+        core = make(model, memory_policy="fixed")
         report.bar(f"{model}: start with random weights", time.monotonic() - began, "s")
         report.bar(f"{model}: compiling and capturing", core.runner.prepare_seconds, "s")
         report.bar(f"{model}: capturing alone", core.runner.capture_seconds, "s", 20.0)
         report.say(f"{model}: {core.model.routing.describe(tuple(bars))}")
-        compiled = compiles()
+        compiled, walls = compiles(), {}
         for batch, bar in bars.items():
-            wall, graph = decode(core, batch)
-            report.bar(f"{model}: decode, batch {batch}", wall, "ms", bar, FLOORS[model][batch])
+            walls[batch], graph = decode(core, batch)
+            report.bar(f"{model}: decode, batch {batch}", walls[batch], "ms", bar, FLOORS[model][batch])
             report.bar(f"{model}: its graph alone", graph, "ms")
         mixed(core, report, model)
         report.check(f"{model}: kernels compiled while serving", compiles() - compiled, 0)
         if compiles() > compiled:
             report.say(f"the last of them: {last_compiled[-1]}")
         memory(core, report, model)
-        del core
+        launched = launches(core)
+        core.__dict__.clear()
         gc.collect()
         torch.cuda.empty_cache()
+        if model == "qwen1.5-moe":
+            lendable(report, model, walls, launched)
+
+
+def lendable(report: Report, model: str, walls: dict[int, float], launched: int) -> None:
+    """All experts resident, but each with a host copy and free to leave: against the same without copies."""
+    core = make(model, memory_policy="economic", device_memory=int(45e9), host_memory=int(26e9))
+    assert core.plan.experts_lendable == core.plan.experts_resident == core.plan.experts_total
+    for batch in (1, 32):
+        wall, _ = decode(core, batch)
+        name = f"{model}: decode with host copies / without, batch {batch}"
+        report.bar(name, wall / walls[batch], "", 1.01)
+    report.check(f"{model}: kernels of a step beyond those without host copies", launches(core) - launched, 0)
+    core.__dict__.clear()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def launches(core: EngineCore) -> int:
+    """Kernels and copies in the graph of a decode step of one sequence."""
+    shape = min(core.runner._graphs, key=lambda s: (s.tokens, s.max_query_len, s.seqs, s.max_seq_len))
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        core.runner._graphs[shape][0].replay()
+        torch.cuda.synchronize()
+    return sum(e.device_type == torch.autograd.DeviceType.CUDA for e in profile.events())
 
 
 def fill(core: EngineCore, batch: int, output: int) -> None:
