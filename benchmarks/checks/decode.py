@@ -36,8 +36,8 @@ STEPS = 40
 def make(model: str, **options: object) -> EngineCore:
     return EngineCore(
         EngineConfig(
-            model=folder(model), load_format="dummy", device="cuda", max_model_len=4096,
-            max_num_batched_tokens=8192, dummy_routing="uniform", **options,
+            model=folder(model), load_format="dummy", device="cuda", max_num_batched_tokens=8192,
+            dummy_routing="uniform", **options,
         )
     )  # fmt: skip
 
@@ -49,6 +49,7 @@ def run(report: Report) -> None:
         report.bar(f"{model}: start with random weights", time.monotonic() - began, "s")
         report.bar(f"{model}: compiling and capturing", core.runner.prepare_seconds, "s")
         report.bar(f"{model}: capturing alone", core.runner.capture_seconds, "s", 20.0)
+        report.say(f"{model}: {len(core.runner._graphs)} graphs for up to {core.plan.max_model_len:,} tokens")
         report.say(f"{model}: {core.model.routing.describe(tuple(bars))}")
         compiled, walls = compiles(), {}
         for batch, bar in bars.items():
