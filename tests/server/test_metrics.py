@@ -136,6 +136,17 @@ def test_samples_of_the_engine_are_counted_once(serve, monkeypatch) -> None:
     assert found["vllm:request_prompt_tokens_sum"][0].value == 20
 
 
+def test_bytes_moved_together_are_counted(serve, monkeypatch) -> None:
+    live = serve()
+
+    async def stats() -> EngineStats:
+        return EngineStats(moved_bytes=1 << 20)
+
+    assert samples(live)["rimuru_moved_bytes_total"][0].value == 0
+    monkeypatch.setattr(live.engine, "stats", stats)
+    assert samples(live)["rimuru_moved_bytes_total"][0].value == 1 << 20
+
+
 def test_the_other_routes_of_operators_answer(serve) -> None:
     live = serve(described={"max_queue": 3})
     assert live.get("/version").json()["version"]

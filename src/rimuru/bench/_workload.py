@@ -38,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser, num_prompts: int) -> None:
     parser.add_argument("--random-output-len", "--output-len", type=int, default=128, metavar="TOKENS")
     parser.add_argument("--random-range-ratio", type=float, default=0.0, metavar="R",
                         help="draw lengths from (1 - R) to (1 + R) times the given ones")  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output-scale", type=float, default=1.0, metavar="F",
+                        help="of the trace's output lengths")  # fmt: skip
     parser.set_defaults(default_prompts=num_prompts)
 
 
@@ -47,7 +48,11 @@ def lengths(args: argparse.Namespace) -> list[Planned]:
     if args.num_prompts is not None and args.num_prompts < 1:
         raise ConfigError(f"--num-prompts must be at least 1, got {args.num_prompts}")
     if args.trace:
-        rows = read_trace(args.trace)
+        if not 0 < args.output_scale < math.inf:
+            raise ConfigError(f"--output-scale must be above 0, got {args.output_scale:g}")
+        rows = [
+            replace(r, output=max(1, round(r.output * args.output_scale))) for r in read_trace(args.trace)
+        ]
         n, span = args.num_prompts or len(rows), rows[-1].at
         return [
             replace(rows[i % len(rows)], at=rows[i % len(rows)].at + i // len(rows) * span) for i in range(n)

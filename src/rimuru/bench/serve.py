@@ -323,6 +323,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="or OPENAI_API_KEY")
     out.add_argument("--vocab-size", type=int, help="for random ids; the server's /tokenizer_info otherwise")
     _workload.add_arguments(out, num_prompts=1000)
+    out.add_argument("--seed", type=int, default=0)
     out.add_argument(
         "--request-rate", type=float, metavar="PER_S", help="default: all at once, or the trace's"
     )

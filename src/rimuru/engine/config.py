@@ -78,6 +78,10 @@ class EngineConfig:
     ttft_slo: float | None = None  # milliseconds to the first token, an objective of `economic`
     itl_slo: float | None = None  # milliseconds between tokens, an objective of `economic`
     enforce_eager: bool = False
+    # Steps are planned by token counts alone, never by measured or predicted times: while memory admits the
+    # same requests, they are the same steps wherever experts lie, which makes outputs comparable bit by bit.
+    # Experts may still be promoted and lent. Costs first-token time where prompts stream experts.
+    schedule_replay: bool = False
     debug_pool: bool = False  # owner tags, poison and check() after every step
     trust_remote_code: bool = False
     revision: str | None = None

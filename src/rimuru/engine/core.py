@@ -104,6 +104,14 @@ def check_tokens(tokens: list[int], vocab_size: int) -> None:
         raise RequestError(f"the prompt holds token id {bad}; ids go from 0 to {vocab_size - 1}", "prompt")
 
 
+def prompt_budget(config: EngineConfig, device: torch.device) -> PromptBudget | None:
+    """What gathers prompts by predicted time; None where steps are to be the same on every run, and on a CPU,
+    where no link makes a few prompt tokens as dear as many."""
+    if config.schedule_replay or device.type != "cuda":
+        return None
+    return PromptBudget.of(config.ttft_slo, config.itl_slo)
+
+
 class EngineCore:
     """A model that answers requests. Not thread-safe: one thread owns it.
 
@@ -202,12 +210,9 @@ class EngineCore:
             move_pages=self._copy_pages,
         )  # fmt: skip
         self.memory.know(self.rates.cost)
-        budget = None
-        if self.device.type == "cuda":  # on a CPU no link makes a few prompt tokens as dear as many
-            budget = PromptBudget.of(config.ttft_slo, config.itl_slo)
         self.scheduler = Scheduler(
             self.memory, max_num_seqs=slots, max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=plan.max_model_len, budget=budget,
+            max_model_len=plan.max_model_len, budget=prompt_budget(config, self.device),
         )  # fmt: skip
         self.runner = self._make_runner(net, expert_table.device_table, report)
 
@@ -486,7 +491,8 @@ class EngineCore:
             prefix_queries=s.prefix_queries, prefix_hits=s.prefix_hits, preemptions=dict(s.preemptions),
             preempted_tokens=s.preempted_tokens, boundary_moves=dict(m.log.moves),
             expert_hits=m.expert_hits, expert_misses=m.expert_misses, promotions=m.promotions,
-            demotions=m.demotions, experts_resident=int(self.store.resident.sum()),
+            demotions=m.demotions, moved_bytes=m.moved_bytes,
+            experts_resident=int(self.store.resident.sum()),
             experts_total=self.plan.experts_total, host_bytes=self.plan.host_bytes,
             device_peak_bytes=self.device_peak_bytes, finished=s.samples, step_tokens=self._step_tokens,
         )  # fmt: skip

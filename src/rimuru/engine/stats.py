@@ -57,6 +57,7 @@ class EngineStats:
     expert_misses: int = 0  # touched while in host memory
     promotions: int = 0
     demotions: int = 0
+    moved_bytes: int = 0  # of KV and state pages, moved together so that whole parents come free
     experts_resident: int = 0
     experts_total: int = 0
     host_bytes: int = 0  # experts' host copies

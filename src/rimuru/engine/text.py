@@ -151,8 +151,18 @@ class _StreamDecoder:
         return text
 
 
+class _NoText:
+    """Where there is no vocabulary."""
+
+    def push(self, token: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
 class TextStream:
-    """The text of one sequence as it grows, ended by the first stop string.
+    """The text of one sequence as it grows, ended by the first stop string; without a vocabulary no text.
 
     Feed it every `TokenOutput`; it returns the text that is final. Text that could still turn out
     to begin a stop string is held back until it cannot. Stop strings are looked for in the text of
@@ -162,8 +172,10 @@ class TextStream:
     __slots__ = ("_decoder", "_held", "_include", "_longest", "_min_tokens", "_stop", "consumed", "finish",
                  "num_tokens", "stop_reason")  # fmt: skip
 
-    def __init__(self, vocabulary: Vocabulary, params: SamplingParams):
-        self._decoder = vocabulary.decoder(params.skip_special_tokens)
+    def __init__(self, vocabulary: Vocabulary | None, params: SamplingParams):
+        self._decoder: _Decoder = (
+            _NoText() if vocabulary is None else vocabulary.decoder(params.skip_special_tokens)
+        )
         self._stop = params.stop
         self._longest = max(map(len, params.stop), default=0)
         self._include = params.include_stop_str_in_output

@@ -79,6 +79,11 @@ class Tokenizer:
         return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
 
 
+def has_tokenizer(folder: str | Path) -> bool:
+    """Whether a checkpoint's folder brings a tokenizer."""
+    return any((Path(folder) / name).is_file() for name in _FILES)
+
+
 def load_tokenizer(
     path: str | Path, revision: str | None = None, trust_remote_code: bool = False
 ) -> Tokenizer:
@@ -87,7 +92,7 @@ def load_tokenizer(
     from transformers import AutoTokenizer
 
     folder = resolve_model(str(path), revision, weights=False)
-    if not any((folder / name).is_file() for name in _FILES):
+    if not has_tokenizer(folder):
         raise ConfigError(
             f"{folder}: no tokenizer there ({', '.join(_FILES)}); name a folder or Hub id with --tokenizer"
         )

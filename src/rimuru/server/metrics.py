@@ -168,6 +168,7 @@ class Metrics(Collector):
             ("expert_misses", "Experts touched while in host memory", s.expert_misses),
             ("expert_promotions", "Experts copied into the pool", s.promotions),
             ("expert_demotions", "Experts whose pool copy was dropped", s.demotions),
+            ("moved_bytes", "Bytes of KV and state pages moved together", s.moved_bytes),
         ):
             yield CounterMetricFamily(f"rimuru_{name}", help_, value)
         for name, help_, value in (

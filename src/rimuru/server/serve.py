@@ -9,19 +9,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import dataclasses
 import importlib.util
 import json
 import logging
 import os
-import re
 import signal
 import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rimuru.engine.config import POLICIES, EngineConfig, parse_size
+from rimuru.engine.arguments import add_engine_arguments, engine_config
+from rimuru.engine.config import EngineConfig, parse_size
 from rimuru.errors import ConfigError, EngineDeadError, RimuruError
 
 from .parsers import REASONING_STYLES, TOOL_STYLES
@@ -36,13 +35,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rimuru.server")
 
-_COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
 _GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Every flag that acts. Names are vLLM's where the meaning is vLLM's."""
-    default = EngineConfig(model="")
     parser.add_argument("model", help="local folder, Hub id, or 'demo'")
 
     http = parser.add_argument_group("HTTP")
@@ -78,59 +75,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--log-level", default="info", choices=["critical", "error", "warning", "info", "debug"]
     )
 
-    model = parser.add_argument_group("model")
-    model.add_argument("--tokenizer", help="folder or Hub id, where it is not the model's")
-    model.add_argument("--chat-template", help="file or template text")
-    model.add_argument("--trust-request-chat-template", action="store_true",
-                       help="let requests bring their own template, which is a program")  # fmt: skip
-    model.add_argument("--response-role", default="assistant")
-    model.add_argument(
+    text = parser.add_argument_group("text")
+    text.add_argument("--chat-template", help="file or template text")
+    text.add_argument("--trust-request-chat-template", action="store_true",
+                      help="let requests bring their own template, which is a program")  # fmt: skip
+    text.add_argument("--response-role", default="assistant")
+    text.add_argument(
         "--tool-call-parser", choices=sorted(TOOL_STYLES), help="how the model writes tool calls"
     )
-    model.add_argument("--enable-auto-tool-choice", action="store_true",
-                       help="needs --tool-call-parser, which is enough by itself")  # fmt: skip
-    model.add_argument("--reasoning-parser", choices=sorted(REASONING_STYLES),
-                       help="tell what is between <think> and </think> from the answer")  # fmt: skip
-    model.add_argument("--generation-config", default="auto",
-                       help="sampling defaults: auto (the model's), vllm (none), or a folder")  # fmt: skip
-    model.add_argument("--override-generation-config", type=_json_object, default={}, metavar="JSON")
-    model.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"])
-    model.add_argument("--load-format", default="auto", choices=["auto", "safetensors", "dummy"])
-    model.add_argument("--dummy-routing", metavar="uniform|model:FILE|trace:FILE",
-                       help="with --load-format dummy: choose experts as real models do")  # fmt: skip
-    model.add_argument("--revision")
-    model.add_argument("--trust-remote-code", action="store_true")
-    model.add_argument("--seed", type=int, default=0)
+    text.add_argument("--enable-auto-tool-choice", action="store_true",
+                      help="needs --tool-call-parser, which is enough by itself")  # fmt: skip
+    text.add_argument("--reasoning-parser", choices=sorted(REASONING_STYLES),
+                      help="tell what is between <think> and </think> from the answer")  # fmt: skip
+    text.add_argument("--generation-config", default="auto",
+                      help="sampling defaults: auto (the model's), vllm (none), or a folder")  # fmt: skip
+    text.add_argument("--override-generation-config", type=_json_object, default={}, metavar="JSON")
 
-    engine = parser.add_argument_group("engine")
-    engine.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    engine.add_argument(
-        "--max-model-len", type=_count, metavar="N",
-        help="tokens of prompt and output together: 32768, 32k (32000), 32K (32768), 1.5m or 1M",
-    )  # fmt: skip
-    engine.add_argument("--max-num-seqs", type=int, default=default.max_num_seqs, metavar="N")
-    engine.add_argument("--max-num-batched-tokens", type=_count, default=default.max_num_batched_tokens,
-                        metavar="N")  # fmt: skip
-    engine.add_argument("--block-size", type=int, default=default.block_size, metavar="TOKENS")
-    engine.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
-    engine.add_argument("--enforce-eager", action=argparse.BooleanOptionalAction, default=False)
-    engine.add_argument("--engine-process", action=argparse.BooleanOptionalAction, default=True,
+    add_engine_arguments(parser)
+    parser.add_argument("--engine-process", action=argparse.BooleanOptionalAction, default=True,
                         help="run the engine in a process of its own")  # fmt: skip
-    engine.add_argument("--debug-pool", action="store_true", help="check every page after every step (slow)")
-
-    memory = parser.add_argument_group("memory (sizes: bytes, '24GB' = 24e9, '24GiB' = 24 * 2^30)")
-    memory.add_argument("--device-memory", metavar="SIZE", help="cap on every byte taken on the device")
-    memory.add_argument("--host-memory", metavar="SIZE", help="cap on the experts' host copies")
-    memory.add_argument("--gpu-memory-utilization", type=float, default=default.gpu_memory_utilization,
-                        metavar="SHARE", help="the same cap as a share of the device")  # fmt: skip
-    memory.add_argument("--memory-policy", default=default.memory_policy, choices=POLICIES)
-    memory.add_argument("--resident-experts", type=int, metavar="N", help="for --memory-policy static")
-    memory.add_argument("--max-boundary-wait", type=float, default=default.max_boundary_wait,
-                        metavar="SECONDS")  # fmt: skip
-    memory.add_argument("--ttft-slo", type=float, metavar="MS",
-                        help="objective of economic: milliseconds to the first token")  # fmt: skip
-    memory.add_argument("--itl-slo", type=float, metavar="MS",
-                        help="objective of economic: milliseconds between tokens")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -175,18 +138,6 @@ def bind(host: str, port: int) -> socket.socket:
             f"--host {host} --port {port}: {exc.strerror}; choose another port, or 0 for a free one"
         ) from None
     return listener
-
-
-def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """The engine's part of the flags, checked."""
-    names = {f.name for f in dataclasses.fields(EngineConfig)}
-    chosen = {name: value for name, value in vars(args).items() if name in names}
-    for name in ("device_memory", "host_memory"):
-        if chosen[name] is not None:
-            chosen[name] = parse_size(chosen[name], f"--{name.replace('_', '-')}")
-    config = EngineConfig(**chosen)
-    config.check()
-    return config
 
 
 def server_settings(args: argparse.Namespace) -> ServerSettings:
@@ -388,13 +339,3 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError("must be a JSON object")
     return value
-
-
-def _count(text: str) -> int:
-    """A count such as 4096, 1.5k (1000s) or 32K (1024s, whole ones only), as vLLM reads it."""
-    match = re.fullmatch(r"(\d+)([kKmM]?)|(\d*\.\d+)([km])", text.strip())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"cannot read {text!r} as a count; write 32768, 32k or 32K")
-    if match[1]:
-        return int(match[1]) * _COUNT_UNITS[match[2]]
-    return round(float(match[3]) * _COUNT_UNITS[match[4]])
