@@ -21,7 +21,7 @@ from rimuru.errors import ConfigError, RimuruError
 COMMANDS = {
     "serve": ("rimuru.server.serve", "serve a model over HTTP"),
     "chat": ("rimuru.server.chat", "talk to a running server"),
-    "plan": ("rimuru.engine.plan_cli", "where every byte would go, without loading weights"),
+    "plan": ("rimuru.sim.planner", "where every byte would go; for a load, which card and policy would do"),
     "simulate": ("rimuru.sim.cli", "serve a trace on paper: policies, the case study, fleets"),
 }
 

@@ -66,7 +66,7 @@ def test_fleet_says_how_many_replicas_it_steps(flags, capsys):
         (["--resident-experts", "4"], "--resident-experts goes with --memory-policy static"),
         (["--rate", "-1"], "--rate must be above 0"),
         (["--rate", "often"], "invalid float value: 'often'"),
-        (["--ttft-slo", "0", "--memory-policy", "economic"], "--ttft-slo must be more than 0 ms"),
+        (["--ttft-slo", "0", "--memory-policy", "economic"], "--ttft-slo must be more than 0 milliseconds"),
         (["--device-memory", "lots"], "--device-memory: cannot read 'lots'"),
         (["--routing", "/nowhere.json"], "--routing /nowhere.json: cannot be read"),
         (["--output-scale", "0"], "--output-scale must be above 0"),

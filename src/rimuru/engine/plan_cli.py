@@ -21,53 +21,86 @@ from rimuru.pool.geometry import Kind
 from .config import POLICIES, EngineConfig, parse_size
 from .core import local_models, plan_for
 from .device import host_available
-from .plan import MemoryPlan, plan_memory
+from .plan import MemoryPlan, plan_memory, show
 from .survey import FORMATS, survey
+
+DEFAULTS = EngineConfig(model="")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that change the plan."""
-    parser.add_argument("model", help="folder with config.json, Hub id, or 'demo'")
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--device-memory", metavar="SIZE", help="cap on the device: bytes, 24GB or 24GiB")
-    size.add_argument("--gpu", metavar="NAME", help=f"plan for a card: {', '.join(GPUS)}")
-    parser.add_argument(
-        "--gpu-memory-utilization", type=float, metavar="SHARE", help="of the card, default 0.9"
+    parser.add_argument("model", metavar="MODEL", help="folder with config.json, Hub id, or 'demo'")
+    machine = parser.add_argument_group("machine")
+    machine.add_argument(
+        "--gpu", metavar="NAME", help=f"plan for a card: {', '.join(GPUS)}; default: this machine's device"
     )
-    parser.add_argument("--host-memory", metavar="SIZE", help="cap on the experts' host copies")
-    parser.add_argument("--memory-policy", choices=POLICIES)
-    parser.add_argument("--resident-experts", type=int, metavar="N", help="with --memory-policy static")
-    parser.add_argument("--max-model-len", type=int, metavar="N")
-    parser.add_argument("--max-num-seqs", type=int, metavar="N")
-    parser.add_argument("--max-num-batched-tokens", type=int, metavar="N")
-    parser.add_argument("--dtype")
-    parser.add_argument("--device")
-    parser.add_argument(
-        "--tensor-parallel-size", type=int, default=1, metavar="N", help="plan one of N ranks"
+    machine.add_argument(
+        "--gpu-memory-utilization", type=float, metavar="SHARE", help="of the device, default 0.9"
     )
-    parser.add_argument("--expert-format", choices=FORMATS, default="bf16", help="how experts are stored")
-    parser.add_argument("--map", action="store_true", help="draw the pool, filled to the brim")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    machine.add_argument(
+        "--device-memory", metavar="SIZE", help="cap on the device: bytes, 24GB (1e9) or 24GiB (2^30)"
+    )
+    machine.add_argument(
+        "--host-memory", metavar="SIZE", help="cap on the experts' host copies; default: what is free here"
+    )
+    machine.add_argument("--device", metavar="D", help="cpu or cuda; default: cuda where there is one")
+    machine.add_argument(
+        "--tensor-parallel-size", type=int, default=1, metavar="N", help="plan one of N ranks; default 1"
+    )
+    engine = parser.add_argument_group("engine, as in `rimuru serve`")
+    engine.add_argument(
+        "--memory-policy", choices=POLICIES, metavar="P", help=f"{', '.join(POLICIES)}; default economic"
+    )
+    engine.add_argument(
+        "--resident-experts", type=int, metavar="N", help="experts in the pool, with --memory-policy static"
+    )
+    for flag, what in (
+        ("--max-model-len", "longest request in tokens; default: the model's"),
+        ("--max-num-seqs", f"requests that run at once; default {DEFAULTS.max_num_seqs}"),
+        ("--max-num-batched-tokens", f"tokens of a step; default {DEFAULTS.max_num_batched_tokens}"),
+    ):
+        engine.add_argument(flag, type=int, metavar="N", help=what)
+    engine.add_argument("--dtype", metavar="T", help="bfloat16, float16 or float32; default: the model's")
+    engine.add_argument(
+        "--expert-format", choices=FORMATS, default="bf16", metavar="F",
+        help=f"how experts are stored, to see what would fit: {', '.join(FORMATS)}; default bf16, which is "
+        "what is served",
+    )  # fmt: skip
+    output = parser.add_argument_group("output")
+    output.add_argument("--map", action="store_true", help="draw the pool, filled to the brim")
+    output.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; a plan that cannot start raises `MemoryPlanError` with one that does."""
-    names = {f.name for f in dataclasses.fields(EngineConfig)}
-    options = {k: v for k, v in vars(args).items() if k in names and v is not None}
-    for name in ("device_memory", "host_memory"):
-        if name in options:
-            options[name] = parse_size(options[name], "--" + name.replace("_", "-"))
     if args.tensor_parallel_size < 1:
         raise ConfigError(f"--tensor-parallel-size must be at least 1, got {args.tensor_parallel_size}")
-    config = EngineConfig(**options)
-    config.check()
+    config = config_of(args)
     if args.gpu:
-        config.device_memory = int(gpu(args.gpu).memory_bytes * config.gpu_memory_utilization)
+        card = gpu(args.gpu)
+        cap = config.device_memory or int(card.memory_bytes * config.gpu_memory_utilization)
+        if cap > card.memory_bytes:
+            raise ConfigError(
+                f"--device-memory {args.device_memory} is above the {show(card.memory_bytes)} of {card.name}"
+            )
+        config.device_memory = cap
     plan = _plan(config, args)
     print(json.dumps(plan.to_json(), indent=1) if args.json else plan.describe())
     if args.map:
         print("\n" + _map(plan))
     return 0
+
+
+def config_of(args: argparse.Namespace) -> EngineConfig:
+    """The engine's flags among `args`, checked; sizes in bytes."""
+    names = {f.name for f in dataclasses.fields(EngineConfig)} - {"ttft_slo", "itl_slo"}
+    options = {k: v for k, v in vars(args).items() if k in names and v is not None}
+    for name in ("device_memory", "host_memory"):
+        if name in options:
+            options[name] = parse_size(options[name], "--" + name.replace("_", "-"))
+    config = EngineConfig(**options)
+    config.check()
+    return config
 
 
 def _plan(config: EngineConfig, args: argparse.Namespace) -> MemoryPlan:

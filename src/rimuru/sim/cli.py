@@ -15,7 +15,15 @@ from rimuru.errors import ConfigError
 
 from . import case_study, fleet, residency
 from .engine import Simulation
-from .options import add_workload, engine_config, machine, model_of, workload
+from .options import (
+    add_workload,
+    check_reachable,
+    engine_config,
+    machine,
+    model_of,
+    objectives,
+    workload,
+)
 from .report import assumptions, plots, summary, table
 from .routing import load_routing
 
@@ -42,23 +50,24 @@ def run(args: argparse.Namespace) -> int:
 def run_policies(args: argparse.Namespace) -> int:
     """Serve the same requests under each policy."""
     policies: Sequence[str] = args.memory_policy.split(",")
+    ttft, itl = objectives(args)
     if args.resident_experts is not None and "static" not in policies:
         raise ConfigError("--resident-experts goes with --memory-policy static")
     configs = {policy: engine_config(args, policy) for policy in policies}
     hardware, model, arrivals = machine(args), model_of(args.model), workload(args)
+    check_reachable(ttft, itl, model, "auto", [hardware])
     routing = load_routing(
         args.routing, len(model.moe_layers), model.num_experts, model.top_k, args.model, args.seed
     )
     sims: dict[str, Simulation] = {}
     results: dict[str, dict[str, Any]] = {}
     for policy, config in configs.items():
-        sim = Simulation(
-            model, config, hardware, routing,
-            ttft_slo_ms=args.ttft_slo, itl_slo_ms=args.itl_slo,
-        )  # fmt: skip
+        # The server takes objectives under `economic` only; the others are measured by them.
+        own = (ttft, itl) if policy == "economic" else (None, None)
+        sim = Simulation(model, config, hardware, routing, ttft_slo_ms=own[0], itl_slo_ms=own[1])
         sim.run(arrivals)
         sims[policy] = sim
-        results[policy] = summary(sim, ttft_slo_ms=args.ttft_slo, itl_slo_ms=args.itl_slo)
+        results[policy] = summary(sim, ttft_slo_ms=ttft, itl_slo_ms=itl)
     if args.plots:
         title = f"{Path(args.model).name} on {hardware.card.name}, {Path(args.trace).stem}"
         Path(args.plots).write_text(plots(title, sims), encoding="utf-8")

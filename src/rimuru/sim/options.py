@@ -1,4 +1,4 @@
-"""The flags that every simulation shares: model, machine, engine and load.
+"""The flags that simulations share: model, machine, engine, load and objectives.
 
 Room: the simulator's command line. Rule: flags become the same `EngineConfig` the server gets; everything
 wrong with them is one error that names the flag.
@@ -7,59 +7,164 @@ wrong with them is one error that names the flag.
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rimuru.engine.config import EngineConfig, parse_size
-from rimuru.models.config import ModelConfig, load_model_config
-from rimuru.policy.cost import GPUS, ZERO_COPY, Factors, gpu
+from rimuru.engine.config import POLICIES, EngineConfig, parse_size
+from rimuru.engine.plan import show
+from rimuru.engine.rates import model_cost
+from rimuru.errors import ConfigError
+from rimuru.models.config import DTYPE_BYTES, ModelConfig, load_model_config
+from rimuru.policy.cost import GPU, GPUS, ZERO_COPY, CostModel, Factors, Step, gpu
 
 from .engine import Hardware
 from .trace import Arrival, read_trace, shape
 
 PCIE4 = 0.5  # of a PCIe 5 link
+DEFAULTS = EngineConfig(model="")
 
 
-def add_workload(parser: argparse.ArgumentParser, policy: str = "economic") -> None:
-    """Model, machine, engine and load."""
-    parser.add_argument("--model", required=True, help="folder with config.json, or a Hub id")
-    parser.add_argument("--gpu", required=True, help=", ".join(GPUS))
-    parser.add_argument("--pcie", type=int, choices=(4, 5), help="the link's generation; default: the card's")
-    parser.add_argument("--trace", required=True, metavar="FILE", help="CSV of request lengths")
-    parser.add_argument("--rate", type=float, metavar="R", help="Poisson arrivals a second; else the trace's")
-    parser.add_argument("--requests", type=int, metavar="N", help="the first N rows")
-    parser.add_argument("--output-scale", type=float, default=1.0, metavar="X", help="output lengths times X")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--memory-policy", default=policy, metavar="P[,P...]")
-    parser.add_argument("--resident-experts", type=int, metavar="N", help="with --memory-policy static")
-    parser.add_argument("--device-memory", metavar="SIZE", help="default: 0.9 of the card's")
-    parser.add_argument("--host-memory", metavar="SIZE", help="cap on the experts' host copies")
-    parser.add_argument("--reserve", metavar="SIZE", help="device bytes that are neither weights nor pages")
-    parser.add_argument("--max-num-seqs", type=int, default=128, metavar="N")
-    parser.add_argument("--max-num-batched-tokens", type=int, default=2048, metavar="N")
-    parser.add_argument("--max-model-len", type=int, metavar="N")
-    parser.add_argument("--max-boundary-wait", type=float, default=2.0, metavar="S")
-    parser.add_argument("--ttft-slo", type=float, metavar="MS")
-    parser.add_argument("--itl-slo", type=float, metavar="MS")
-    parser.add_argument("--no-prefix-caching", action="store_true")
-    parser.add_argument("--routing", default="uniform", metavar="R", help="uniform, a model's .json, a .npz")
-    parser.add_argument(
-        "--overlap", choices=("layer", "step"), default="layer",
-        help="misses read in place beside their layer, or prefetched beside the whole step",
+def add_workload(parser: argparse.ArgumentParser) -> None:
+    """Model, machine, engine, load, objectives and assumptions."""
+    machine = parser.add_argument_group("model and machine")
+    machine.add_argument("--model", required=True, help="folder with config.json, or a Hub id")
+    machine.add_argument("--gpu", required=True, metavar="NAME", help=f"one of {', '.join(GPUS)}")
+    machine.add_argument("--device-memory", metavar="SIZE", help="cap on the device; default 0.9 of the card")
+    machine.add_argument(
+        "--host-memory", metavar="SIZE", help="cap on the experts' host copies; default 0.8 of 256 GiB"
+    )
+    add_load(parser)
+    engine = parser.add_argument_group("engine, as in `rimuru serve`")
+    engine.add_argument(
+        "--memory-policy", default="economic", metavar="P[,P...]",
+        help=f"of {', '.join(POLICIES)}; several are compared; default %(default)s",
+    )  # fmt: skip
+    engine.add_argument(
+        "--resident-experts", type=int, metavar="N", help="experts in the pool, with --memory-policy static"
+    )
+    for flag, default, what in (
+        ("--max-num-seqs", DEFAULTS.max_num_seqs, "requests that run at once"),
+        ("--max-num-batched-tokens", DEFAULTS.max_num_batched_tokens, "tokens of a step"),
+        ("--max-model-len", None, "longest request in tokens; default: the model's"),
+    ):
+        text = what if default is None else f"{what}; default %(default)s"
+        engine.add_argument(flag, type=int, default=default, metavar="N", help=text)
+    engine.add_argument(
+        "--max-boundary-wait", type=float, default=DEFAULTS.max_boundary_wait, metavar="S",
+        help="seconds a request may stand first in the queue under economic before experts lend pages "
+        "however dear that is; default %(default)s",
+    )  # fmt: skip
+    engine.add_argument("--no-prefix-caching", action="store_true", help="every prompt is computed whole")
+    add_objectives(parser)
+    assumed = add_assumptions(parser)
+    assumed.add_argument(
+        "--reserve", metavar="SIZE",
+        help="device bytes that are neither weights nor pages; default: the bound `rimuru plan` takes",
     )  # fmt: skip
 
 
-def machine(args: argparse.Namespace) -> Hardware:
-    """The hardware that the flags describe."""
-    card = gpu(args.gpu)
+def add_load(parser: argparse.ArgumentParser, required: bool = True) -> argparse._ArgumentGroup:
+    """Which requests come, and when."""
+    group = parser.add_argument_group("load")
+    group.add_argument(
+        "--trace", required=required, metavar="FILE",
+        help="CSV with columns prompt_tokens,output_tokens and maybe arrival_s,conv_id",
+    )  # fmt: skip
+    group.add_argument(
+        "--rate", type=float, metavar="R", help="Poisson arrivals a second; default: the trace's arrival_s"
+    )
+    group.add_argument(
+        "--requests", type=int, metavar="N", help="the first N rows, over again if need be; default: all"
+    )
+    group.add_argument(
+        "--output-scale", type=float, default=1.0, metavar="X", help="output lengths times X; default 1"
+    )
+    group.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of arrivals and routing; default %(default)s"
+    )
+    return group
+
+
+def add_objectives(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """What is fast enough."""
+    group = parser.add_argument_group("objectives")
+    group.add_argument(
+        "--ttft-slo", type=float, metavar="MS", help="time to first token, milliseconds; economic weighs it"
+    )
+    group.add_argument(
+        "--itl-slo", type=float, metavar="MS",
+        help="time between tokens, milliseconds, mean of a request; economic weighs it",
+    )  # fmt: skip
+    return group
+
+
+def add_assumptions(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """What is made up."""
+    group = parser.add_argument_group("assumptions")
+    group.add_argument("--pcie", type=int, choices=(4, 5), help="the link's generation; default: the card's")
+    group.add_argument(
+        "--routing", default="uniform", metavar="R",
+        help="which experts are touched: uniform, FILE.json (routing models) or FILE.npz (recorded); "
+        "default %(default)s",
+    )  # fmt: skip
+    group.add_argument(
+        "--overlap", choices=("layer", "step"), default="layer",
+        help="missing experts are read in place beside their layer, or prefetched beside the whole step; "
+        "default %(default)s",
+    )  # fmt: skip
+    return group
+
+
+def objectives(args: argparse.Namespace) -> tuple[float | None, float | None]:
+    """`--ttft-slo` and `--itl-slo`, milliseconds. Raises `ConfigError` for what is no time."""
+    for flag, value in (("--ttft-slo", args.ttft_slo), ("--itl-slo", args.itl_slo)):
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{flag} must be more than 0 milliseconds and finite, got {value:g}")
+    return args.ttft_slo, args.itl_slo
+
+
+def check_reachable(
+    ttft: float | None, itl: float | None, model: ModelConfig, dtype: str, cards: Sequence[Hardware]
+) -> None:
+    """Raise `ConfigError` for objectives (milliseconds) below a step with one token on every card."""
+    itemsize = DTYPE_BYTES[model.dtype if dtype == "auto" else dtype]
+    needs = model_cost(model, model.expert_parameters * itemsize, itemsize)
+    for flag, value, prompt in (("--ttft-slo", ttft, 1), ("--itl-slo", itl, 0)):
+        step = Step(1, 1, prefill_tokens=prompt, touched=float(model.top_k))
+        least, name = min(
+            (CostModel(needs, hw.card, hw.factors, hw.overlap).seconds(step), hw.card.name) for hw in cards
+        )
+        if value is not None and value / 1e3 < least:
+            raise ConfigError(
+                f"{flag} {value:g} cannot be met: a step with one token takes {least * 1e3:.2f} ms on {name}"
+            )
+
+
+def machine(args: argparse.Namespace, card: GPU | None = None) -> Hardware:
+    """The hardware that the flags describe, `card` in place of `--gpu`."""
+    card = card or gpu(args.gpu)
+    if args.device_memory is not None:
+        check_cap(parse_size(args.device_memory, "--device-memory"), card)
     if args.pcie:
         best = max(g.link_bytes_s for g in GPUS.values())
         card = replace(card, link_bytes_s=best * (PCIE4 if args.pcie == 4 else 1.0))
     if args.overlap == "layer":
         card = replace(card, link_bytes_s=card.link_bytes_s * ZERO_COPY)
-    reserve = None if args.reserve is None else parse_size(args.reserve, "--reserve")
+    size = getattr(args, "reserve", None)
+    reserve = None if size is None else parse_size(size, "--reserve")
     return Hardware(card, Factors(), args.overlap, reserve)
+
+
+def check_cap(cap: int, card: GPU) -> None:
+    """Raise `ConfigError` where a cap in bytes is above what the card has."""
+    if cap > card.memory_bytes:
+        raise ConfigError(
+            f"--device-memory {show(cap)} is above the {show(card.memory_bytes)} ({card.memory_bytes} bytes) "
+            f"of {card.name}"
+        )
 
 
 def engine_config(args: argparse.Namespace, policy: str) -> EngineConfig:
