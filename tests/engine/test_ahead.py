@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 from support.cores import Bench, cap_for, greedy, make_bench, run_ahead
-from support.tiny import FAMILIES, oracle, tiny_checkpoint, tiny_prompts
+from support.tiny import FAMILIES, HYBRID_FAMILIES, oracle, tiny_checkpoint, tiny_prompts
 from test_equals_transformers import assert_equal, run_all
 
 from rimuru.engine.request import FinishReason, SamplingParams
@@ -23,7 +23,7 @@ def known_tokens(family: str, n: int) -> list[list[int]]:
     return oracle(tiny_checkpoint(family), tiny_prompts(), n)[0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + HYBRID_FAMILIES)
 @pytest.mark.parametrize("padded", [False, True])
 def test_greedy_tokens_equal_transformers(family, padded):
     b = ahead(family, padded, max_num_batched_tokens=32)

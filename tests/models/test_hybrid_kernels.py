@@ -81,6 +81,32 @@ def test_the_convolution_sees_the_inputs_of_earlier_steps(chunks, kernel):
         at += n
 
 
+def test_padding_behind_a_step_changes_nothing():
+    """A GPU pads its steps: more tokens than sequences own, sequences without any."""
+    channels, weight = 7, torch.randn(7, 4)
+    x, part = torch.randn(9, channels), inputs(9, 4)
+    for sequences in ([(1, 0, 4), (3, 0, 1)], []):
+        exact = sum(n for *_, n in sequences)
+        meta = step_meta(sequences or [(0, 0, 0)])
+        meta.query_start = torch.cat([meta.query_start, torch.full((2,), exact, dtype=torch.int32)])
+        meta.slots, meta.seq_lens = F.pad(meta.slots, (0, 2)), F.pad(meta.seq_lens, (0, 2))
+        windows = [(view((3, channels)), view((VALUE_HEADS, KEY_DIM, VALUE_DIM))) for _ in range(2)]
+        got = [
+            causal_conv(x, weight, windows[0][0], meta),
+            gated_delta_rule(*part.values(), windows[0][1], meta),
+        ]
+        if sequences:
+            plain, short = step_meta(sequences), {name: t[:exact] for name, t in part.items()}
+            want = [
+                causal_conv(x[:exact], weight, windows[1][0], plain),
+                gated_delta_rule(*short.values(), windows[1][1], plain),
+            ]
+            for mine, its in zip(got, want, strict=True):
+                torch.testing.assert_close(mine[:exact], its, atol=1e-6, rtol=1e-5)
+        for mine, its in zip(*windows, strict=True):
+            torch.testing.assert_close(mine.pool, its.pool, equal_nan=True, atol=1e-6, rtol=1e-5)
+
+
 def test_only_the_pages_of_live_sequences_are_written():
     window = view((VALUE_HEADS, KEY_DIM, VALUE_DIM))
     meta = step_meta([(2, 0, 3), (1, 0, 1)])

@@ -87,11 +87,12 @@ def run_ahead(bench: Bench, padded: bool = False) -> Bench:
     core, config = bench.core, bench.core.config
     old = core.runner
     experts = tuple(old.touched.shape)
-    io = StepIO(config.max_num_batched_tokens, config.max_num_seqs, experts, core.device)
+    largest = max(config.max_num_batched_tokens, config.max_num_seqs)
+    io = StepIO(largest, config.max_num_seqs, experts, core.device)
     runner = GraphRunner(
         old.model, old.kv, old.expert_table, old.builder, old.sampling, io,
         max_tokens=config.max_num_batched_tokens, max_seqs=config.max_num_seqs,
-        max_model_len=core.plan.max_model_len,
+        max_model_len=core.plan.max_model_len, overlaps=core.model_config.recurrent is None,
     )  # fmt: skip
     runner.on_logits = old.on_logits
     if padded:

@@ -195,8 +195,10 @@ def causal_conv(x: torch.Tensor, weight: torch.Tensor, view: StateView, meta: St
     index = _state_index(view, meta.slots)
     # One list of rows: all sequences' old inputs, then this step's.
     rows = torch.cat([_load_state(view, index, fresh).flatten(0, 1).to(x.dtype), x])
-    owner = torch.arange(sequences, device=x.device).repeat_interleave(counts)
     begin = meta.query_start[:-1].long()
+    # Padding behind the last sequence's tokens is counted to that one; nothing reads it.
+    at = torch.arange(len(x), device=x.device)
+    owner = torch.searchsorted(meta.query_start[1:].long(), at, right=True).clamp_max(sequences - 1)
 
     def row(sequence: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
         """Row of the sequence's input at `offset` of this step; a negative one is an old input."""
@@ -204,7 +206,7 @@ def causal_conv(x: torch.Tensor, weight: torch.Tensor, view: StateView, meta: St
             offset < 0, (sequence + 1) * taps + offset, sequences * taps + begin[sequence] + offset
         )
 
-    offset = torch.arange(len(x), device=x.device) - begin[owner]
+    offset = at - begin[owner]
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for j in range(taps + 1):
         out += rows[row(owner, offset - taps + j)].float() * weight[:, j].float()
