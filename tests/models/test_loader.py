@@ -18,6 +18,7 @@ from support.tiny import FAMILIES, tiny_checkpoint, tiny_prompts
 
 from rimuru.errors import CheckpointError
 from rimuru.kernels import reference
+from rimuru.models import transfer
 from rimuru.models.config import load_model_config
 from rimuru.models.loader import dummy_weights, load_weights
 from rimuru.models.registry import build_model
@@ -219,6 +220,19 @@ def test_tensors_are_whole_however_they_are_cut_and_joined(chunk, tmp_path, plai
         assert torch.equal(logits(path), plain["mixtral"])
 
 
+@pytest.fixture
+def without_c(monkeypatch):
+    """Everything is read the way what has to be converted is."""
+    monkeypatch.setattr(transfer, "_library", lambda: None)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.usefixtures("without_c")
+def test_without_a_compiler_everything_loads_the_same(family, plain):
+    assert torch.equal(logits(tiny_checkpoint(family)), plain[family])
+
+
+@pytest.mark.usefixtures("without_c")
 def test_reads_that_end_early_are_continued(plain, monkeypatch):
     whole = os.preadv
 

@@ -58,21 +58,27 @@ def load() -> tuple[ctypes.CDLL, ctypes.PyDLL] | None:
 
 
 def _library() -> Path:
-    """Path of the shared library for this machine, compiled if it is not in the cache."""
+    """Path of the kernels' shared library for this machine."""
+    # Linked without -fopenmp: that would load a second OpenMP runtime beside torch's, and the two
+    # thread pools would fight for the cores. Its symbols resolve to the one already loaded.
+    entry = "__kmpc_fork_call" if "clang" in _run([*_compiler(), "--version"]) else "GOMP_parallel"
+    return library(SOURCE, FLAGS + (["-fopenmp"] if _share_openmp_runtime(entry) else []), "cpu")
+
+
+def library(source: Path, flags: list[str], name: str) -> Path:
+    """Path of `source`'s shared library for this machine, compiled if it is not in the cache.
+
+    Raises `OSError` without a compiler, `subprocess.SubprocessError` where it fails.
+    """
     compiler = _compiler()
-    version = _run([*compiler, "--version"])
-    entry = "__kmpc_fork_call" if "clang" in version else "GOMP_parallel"
-    flags = FLAGS + (["-fopenmp"] if _share_openmp_runtime(entry) else [])
-    key = "\0".join([*compiler, version, *flags, _cpu_features()]).encode() + SOURCE.read_bytes()
-    name = f"cpu-{hashlib.blake2b(key, digest_size=12).hexdigest()}.so"
+    key = "\0".join([*compiler, _run([*compiler, "--version"]), *flags, _cpu_features()]).encode()
+    name = f"{name}-{hashlib.blake2b(key + source.read_bytes(), digest_size=12).hexdigest()}.so"
     folder = _cache_folder()
     if (folder / name).is_file():
         return folder / name
     with tempfile.TemporaryDirectory(prefix=".build-", dir=folder) as build:
-        # Linked without -fopenmp: that would load a second OpenMP runtime beside torch's, and the two
-        # thread pools would fight for the cores. Its symbols resolve to the one already loaded.
         made = f"{build}/kernels"
-        _run([*compiler, *flags, "-c", str(SOURCE), "-o", f"{made}.o"])
+        _run([*compiler, *flags, "-c", str(source), "-o", f"{made}.o"])
         _run([*compiler, "-shared", f"{made}.o", "-o", f"{made}.so", "-lm"])
         os.replace(f"{made}.so", folder / name)  # atomic: another process may be doing the same
     return folder / name
