@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rimuru.engine.budget import PromptBudget
@@ -61,3 +63,12 @@ def test_the_inter_token_objective_bounds_a_chunk_s_compute():
     assert 64 < got < 8192
     assert 0.02 + COST.factors.mix + COST.recompute_seconds(got) <= 0.03
     assert ask(PromptBudget(itl_slo=0.001), missing=0.0, prompts=8000) == 64
+
+
+@pytest.mark.parametrize("objective", [0.001, 0.03, float("inf")])
+def test_an_objective_bounds_nothing_where_prompt_tokens_cost_nothing(objective):
+    """A fit may end with compute that costs no time, as where a step's reads hide it."""
+    free = replace(COST, factors=replace(COST.factors, prefill=0.0))
+    got = ask(PromptBudget(itl_slo=objective), missing=0.0, prompts=8000, cost=free)
+    assert got == (64 if objective < 0.02 + COST.factors.mix else 8192)
+    assert ask(PromptBudget(itl_slo=float("inf")), missing=0.0, prompts=8000) == 8192

@@ -61,7 +61,8 @@ class PromptBudget:
         per_token = cost.recompute_seconds(1)
         if self.itl_slo is not None:
             spare = self.itl_slo - step_seconds - cost.factors.mix
-            limit = max(min(limit, LEAST), min(limit, int(spare / per_token)))
+            if spare < limit * per_token:
+                limit = max(min(limit, LEAST), int(spare / per_token) if spare > 0 else 0)
         size = min(prompts, limit)
         streaming = self.pass_seconds(size, missing, cost)
         if streaming <= step_seconds or size >= limit:
