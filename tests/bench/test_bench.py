@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from server.conftest import serve, tokenizer  # noqa: F401  fixtures
 from server.stub_engine import StubEngine
-from support.tiny import tiny_checkpoint
+from support.cores import cap_for
 
 from rimuru import cli
 from rimuru.bench import _workload
@@ -153,20 +155,131 @@ def test_goodput_counts_requests_that_met_every_objective() -> None:
     assert bench_serve.summarise([], 1.0, {}, [99.0])["mean_ttft_ms"] == 0.0
 
 
-def test_engine_alone_throughput_and_latency(capsys: Any) -> None:
-    engine = ["--model", str(tiny_checkpoint("qwen3_moe")), "--dtype", "float32", "--device", "cpu",
-              "--device-memory", "100MB", "--max-num-seqs", "8"]  # fmt: skip
-    result = bench(
-        capsys, "throughput", *engine, "--num-prompts", "6", "--input-len", "12", "--output-len", "5"
+# What a machine without the server's extra lacks.
+BLOCKED = (
+    "fastapi",
+    "uvicorn",
+    "starlette",
+    "pydantic",
+    "msgspec",
+    "zmq",
+    "xgrammar",
+    "prometheus_client",
+    "httpx",
+)
+TINY = {
+    "model_type": "qwen3_moe", "vocab_size": 640, "hidden_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "intermediate_size": 64, "eos_token_id": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Flags of an engine with random weights, whose folder holds a config.json alone."""
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "config.json").write_text(json.dumps(TINY))
+    return ["--model", str(folder), "--load-format", "dummy", "--dummy-routing", "uniform", "--dtype",
+            "float32", "--device", "cpu", "--device-memory", "100MB", "--max-num-seqs", "8"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["throughput", "--num-prompts", "2", "--input-len", "8", "--output-len", "3"],
+        ["latency", "--batch-size", "1", "--output-len", "2", "--num-iters", "1", "--decode-steps", "2"],
+    ],
+)
+def test_the_engine_is_measured_without_any_package_of_the_server(engine: list[str], argv: list[str]) -> None:
+    block = f"import sys\nsys.modules.update(dict.fromkeys({BLOCKED!r}))\n"
+    code = f"{block}from rimuru.cli import main\nsys.exit(main(['bench', *{[*argv, *engine, '--json']!r}]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
     )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert (result["routing"], result["experts_per_layer"]) == ("uniform", 8)
+    assert result["steps" if argv[0] == "throughput" else "decode_ms"] > 0
+
+
+def test_throughput_counts_what_was_served_and_says_with_what(
+    engine: list[str], capsys: Any, tmp_path: Path
+) -> None:
+    file = tmp_path / "result.json"
+    result = bench(
+        capsys, "throughput", *engine, "--num-prompts", "6", "--input-len", "12", "--output-len", "5",
+        "--output-json", str(file),
+    )  # fmt: skip
+    assert json.loads(file.read_text()) == result
     assert result["total_num_tokens"] == 6 * 17
     assert result["tokens_per_second"] == pytest.approx(6 * 17 / result["elapsed_time"])
+    assert result["output_tokens_per_second"] == pytest.approx(6 * 5 / result["elapsed_time"])
+    assert 0 < result["mean_ttft_ms"] <= result["p99_ttft_ms"] <= result["elapsed_time"] * 1e3
+    assert result["steps"] >= 5
+    assert 2 <= result["touched_per_layer"] <= 8
+    assert (result["experts_resident"], result["experts_total"], result["missed_share"]) == (16, 16, 0)
+    assert 0 < result["device_memory_bytes"] <= result["device_memory_cap_bytes"] == 100_000_000
+
+
+def test_requests_of_a_trace_arrive_at_their_rate_and_wait_from_then_on(
+    engine: list[str], capsys: Any, tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("prompt_tokens,output_tokens\n20,8\n30,2\n")
     result = bench(
-        capsys, "latency", *engine, "--batch-size", "2", "--output-len", "4", "--num-iters", "2",
-        "--num-iters-warmup", "1",
+        capsys, "throughput", *engine, "--trace", str(trace), "--num-prompts", "5", "--rate", "10",
+        "--arrival", "constant", "--output-scale", "0.5",
     )  # fmt: skip
-    assert len(result["latencies"]) == 2
-    assert result["avg_latency"] == pytest.approx(statistics.fmean(result["latencies"]))
+    assert result["total_num_tokens"] == 20 + 30 + 20 + 30 + 20 + 4 + 1 + 4 + 1 + 4
+    assert result["elapsed_time"] >= 0.4
+    assert result["mean_ttft_ms"] < result["elapsed_time"] * 1e3 - 200  # the last came 400 ms after the first
+
+
+def test_latency_has_vllm_s_keys_for_one_batch_size_and_a_row_for_each_of_several(
+    engine: list[str], capsys: Any
+) -> None:
+    common = ["--output-len", "4", "--num-iters", "2", "--num-iters-warmup", "1", "--decode-steps", "5"]
+    one = bench(capsys, "latency", *engine, *common, "--batch-size", "2")
+    assert len(one["latencies"]) == 2
+    assert one["avg_latency"] == pytest.approx(statistics.fmean(one["latencies"]))
+    assert one["percentiles"].keys() == {"10", "25", "50", "75", "90", "99"}
+    both = bench(capsys, "latency", *engine, *common, "--batch-size", "1,4", "--context", "100")
+    small, large = both["batches"]
+    assert (small["batch_size"], large["batch_size"], large["context"]) == (1, 4, 100)
+    assert small["touched_per_layer"] == 2  # one token chooses two experts a layer
+    assert 2 < large["touched_per_layer"] <= 8
+    assert 0 < large["mean_ttft_ms"] < large["avg_latency"] * 1e3
+    assert 0 < large["decode_ms"] <= large["p99_decode_ms"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["latency", "--batch-size", "9"], "--max-num-seqs, which is 8"),
+        (["latency", "--batch-size", "0,1"], "from 1"),
+        (["latency", "--context", "500", "--input-len", "8"], "--context 500: no 57 output tokens fit"),
+        (["latency", "--num-iters", "0"], "--num-iters must be at least 1"),
+        (["throughput", "--input-len", "510"], "at most 512 in all"),
+        (["throughput", "--request-rate", "0"], "above 0"),
+        (["throughput", "--device-memory", "1000"], "what would start"),
+    ],
+)
+def test_what_the_engine_cannot_do_is_said_instead_of_measured(
+    engine: list[str], capsys: Any, argv: list[str], says: str
+) -> None:
+    assert cli.main(["bench", argv[0], *engine, *argv[1:]]) in (1, 2)
+    assert says in capsys.readouterr().err
+
+
+def test_a_batch_that_cannot_decode_at_once_is_no_measurement(engine: list[str], capsys: Any) -> None:
+    # Room for three requests at that context, and no expert may leave.
+    cap = cap_for("qwen3_moe", 1, 1000, model=engine[1], max_num_batched_tokens=64, max_model_len=512)
+    tight = ["--device-memory", str(cap), "--memory-policy", "static", "--resident-experts", "16",
+             "--max-num-batched-tokens", "64"]  # fmt: skip
+    argv = ["--batch-size", "4", "--context", "300", "--input-len", "8", "--output-len", "2"]
+    assert cli.main(["bench", "latency", *engine, *argv, *tight, "--num-iters", "1"]) == 1
+    assert "of 4 requests with 300 tokens of context decode at once" in capsys.readouterr().err
 
 
 def test_benchmarks_go_by_hyphen_or_underscore(capsys: Any) -> None:

@@ -25,43 +25,51 @@ SPARE = 512  # output tokens that the first of a batch may need until the last d
 
 
 def decode(
-    llm: LLM, batch: int, context: int, steps: int, settle: int, seeds: Iterator[int]
+    llm: LLM, batch: int, args: argparse.Namespace, seeds: Iterator[int]
 ) -> tuple[list[float], float, float]:
-    """Milliseconds of each of `steps` decode steps of `batch` requests, and `Counters` of those steps.
+    """Milliseconds of each timed decode step of `batch` requests, and `Counters` of those steps.
 
-    Half-way through, a request that came last has `context` tokens; `settle` steps go before. Wall clock from
-    one finished step to the next.
+    Half-way through, the request that came last has `args.context` tokens. Wall clock from one finished step
+    to the next.
     """
-    prompt = max(1, context - settle - steps // 2)
-    limit = min(llm.info.max_model_len, llm.info.max_request_tokens) - prompt
-    if limit < settle + steps + 1:
-        raise ConfigError(
-            f"--context {context}: no {settle + steps + 1} output tokens fit behind a prompt of {prompt} "
-            "(--max-model-len, --device-memory)"
-        )
+    prompt, limit = _prompt(llm, args)
     chunks = -(-batch * prompt // llm.config.max_num_batched_tokens)
-    params = SamplingParams(max_tokens=min(limit, settle + steps + chunks + SPARE), ignore_eos=True)
+    wanted = args.settle_steps + args.decode_steps + chunks + SPARE
+    params = SamplingParams(max_tokens=min(limit, wanted), ignore_eos=True)
     prompts = [_workload.token_prompt(prompt, llm.info.vocab_size, next(seeds)) for _ in range(batch)]
     outputs = [llm.add_request(ids, params) for ids in prompts]
     try:
         while not all(o.outputs[0].token_ids or o.finished for o in outputs):
             llm.step()
-        for _ in range(settle):
+        for _ in range(args.settle_steps):
             llm.step()
         times, counters = [], _offline.Counters(llm)
-        for _ in range(steps):
+        for _ in range(args.decode_steps):
             began = time.perf_counter()
             llm.step()
             times.append((time.perf_counter() - began) * 1e3)
             if (running := len(llm.core.scheduler.running)) < batch:
                 raise RimuruError(
-                    f"only {running} of {batch} requests with {context} tokens of context decode at once: "
-                    "give more --device-memory, or a smaller --batch-size or --context"
+                    f"only {running} of {batch} requests with {args.context} tokens of context decode at "
+                    "once: give more --device-memory, or a smaller --batch-size or --context"
                 )
         return times, *counters.read()[1:]
     finally:
         for output in outputs:
             llm.abort_request(output)
+
+
+def _prompt(llm: LLM, args: argparse.Namespace) -> tuple[int, int]:
+    """Tokens of the prompts before timed decode steps, and the most that may follow one."""
+    needed = args.settle_steps + args.decode_steps + 1
+    prompt = max(1, args.context - args.settle_steps - args.decode_steps // 2)
+    limit = min(llm.info.max_model_len, llm.info.max_request_tokens) - prompt
+    if limit < needed:
+        raise ConfigError(
+            f"--context {args.context}: no {needed} output tokens fit behind a prompt of {prompt} "
+            "(--max-model-len, --device-memory)"
+        )
+    return prompt, limit
 
 
 def measure(llm: LLM, args: argparse.Namespace, batch: int, seeds: Iterator[int]) -> dict[str, Any]:
@@ -75,7 +83,7 @@ def measure(llm: LLM, args: argparse.Namespace, batch: int, seeds: Iterator[int]
             loads.append(load)
     times = [load.seconds for load in loads]
     ttft = [value * 1e3 for load in loads for value in load.ttft]
-    steps, touched, missed = decode(llm, batch, args.context, args.decode_steps, args.settle_steps, seeds)
+    steps, touched, missed = decode(llm, batch, args, seeds)
     return {
         "batch_size": batch,
         "avg_latency": statistics.fmean(times),
@@ -117,6 +125,7 @@ def main(argv: list[str] | None = None) -> int:
         raise ConfigError(f"--batch-size must be from 1 to --max-num-seqs, which is {args.max_num_seqs}")
     llm, start_seconds = _offline.load(args)
     _offline.fit(llm, [Planned(0.0, args.input_len, args.output_len)])
+    _prompt(llm, args)
     seeds = itertools.count(args.seed << 20)
     rows = [measure(llm, args, batch, seeds) for batch in args.batch_size]
     # The keys of one batch size are vLLM's; several stand in a list.
