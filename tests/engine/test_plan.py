@@ -8,8 +8,8 @@ from rimuru.engine.plan import STREAM_PAGES, MemoryPlan, plan_memory, sizes_of
 from rimuru.models.config import load_model_config
 
 
-def gpu_plan(**options) -> MemoryPlan:
-    path = tiny_checkpoint("qwen3_moe")
+def gpu_plan(tied: bool = False, **options) -> MemoryPlan:
+    path = tiny_checkpoint("qwen3_moe", tie_word_embeddings=tied)
     config = EngineConfig(model=str(path), max_num_seqs=4, max_num_batched_tokens=64, **options)
     model = load_model_config(path)
     return plan_memory(
@@ -29,23 +29,40 @@ def expert_bytes(plan: MemoryPlan) -> int:
 
 @pytest.mark.parametrize("policy", ["reactive", "economic"])
 def test_where_all_experts_begin_resident_no_memory_waits_for_streamed_ones(policy):
-    everything = gpu_plan()
+    everything = gpu_plan(tied=True)
     cap = everything.device_bytes - everything.geometry.huge_bytes  # KV wishes for more
-    plan = gpu_plan(device_memory=cap, memory_policy=policy)
+    plan = gpu_plan(tied=True, device_memory=cap, memory_policy=policy)
     assert plan.experts_lendable
     assert plan.experts_resident == plan.experts_total
     assert plan.streaming_bytes == 0
     # As much KV as a policy that never lends has.
-    assert plan.kv_tokens == gpu_plan(device_memory=cap, memory_policy="fixed").kv_tokens
+    assert plan.kv_tokens == gpu_plan(tied=True, device_memory=cap, memory_policy="fixed").kv_tokens
     assert parts(plan) <= cap
 
 
 def test_where_experts_begin_in_host_memory_pages_for_streamed_ones_are_counted():
-    everything = gpu_plan()
+    everything = gpu_plan(tied=True)
     # Room for half the experts.
     cap = everything.device_bytes - everything.pool_bytes
     cap += (everything.experts_total // 2 + STREAM_PAGES) * expert_bytes(everything)
-    plan = gpu_plan(device_memory=cap, memory_policy="economic")
+    plan = gpu_plan(tied=True, device_memory=cap, memory_policy="economic")
     assert 0 < plan.experts_resident < plan.experts_total
     assert plan.streaming_bytes == STREAM_PAGES * expert_bytes(plan)
     assert cap - plan.geometry.huge_bytes < parts(plan) <= cap
+
+
+def test_where_memory_is_short_the_embedding_table_makes_room_for_pages():
+    roomy = gpu_plan()
+    assert roomy.embedding_host_bytes == 0
+    cap = roomy.device_bytes - roomy.pool_bytes // 2
+    plan = gpu_plan(device_memory=cap)
+    table = plan.embedding_host_bytes
+    assert table > 0
+    assert plan.weights_bytes == roomy.weights_bytes - table
+    assert cap - plan.geometry.huge_bytes < parts(plan) <= cap
+
+
+def test_an_embedding_table_that_is_the_output_head_too_stays_on_the_device():
+    roomy = gpu_plan(tied=True)
+    plan = gpu_plan(device_memory=roomy.device_bytes - roomy.pool_bytes // 2, tied=True)
+    assert plan.embedding_host_bytes == 0

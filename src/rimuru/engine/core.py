@@ -25,6 +25,7 @@ from rimuru.errors import ConfigError, MemoryPlanError, RequestError
 from rimuru.experts.side_copy import CudaLane, SideStreamCopy
 from rimuru.experts.store import Copy, ExpertStore, copy_now
 from rimuru.experts.stream import CopyEngine, ExpertStream
+from rimuru.kernels.host_memory import HostMemory
 from rimuru.kernels.types import KVLayout, KVView, RecurrentView, StateLayout, StateView
 from rimuru.models.config import ModelConfig, load_model_config
 from rimuru.models.decoder import Decoder
@@ -45,7 +46,7 @@ from .dummy_routing import make_dummy_routing
 from .grammar import Grammars
 from .graphs import GraphRunner
 from .memory import PROMOTIONS, Memory
-from .plan import MemoryPlan, make_boundary, plan_memory, sizes_of
+from .plan import MemoryPlan, make_boundary, plan_memory, show, sizes_of
 from .rates import Rates, card_of
 from .request import FinishReason, Request, SamplingParams, TokenOutput
 from .runner import Launched, Runner
@@ -84,10 +85,14 @@ def plan_for(config: EngineConfig) -> MemoryPlan:
     return _plan(config, model, choose_device(config.device), choose_dtype(config.dtype, model.dtype))
 
 
-def _plan(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> MemoryPlan:
+def _plan(
+    config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype, aside: bool = True
+) -> MemoryPlan:
+    """`aside`: the embedding table may lie in host memory."""
+    sizes = sizes_of(model, config, dtype.itemsize)
     return plan_memory(
         config,
-        sizes_of(model, config, dtype.itemsize),
+        sizes if aside else replace(sizes, embedding=0),
         device_available=available_memory(device),
         host_available=host_available(),
         device_is_host=device.type == "cpu",
@@ -128,6 +133,7 @@ class EngineCore:
         self.device = choose_device(config.device)
         self.dtype = choose_dtype(config.dtype, model.dtype)
         self.plan = _plan(config, model, self.device, self.dtype)
+        self._embedding = self._embedding_aside(model)
         logger.info("memory plan\n%s", self.plan.describe())
         torch.manual_seed(config.seed)
         self._check_kernels(model)
@@ -167,7 +173,10 @@ class EngineCore:
         layers = len(model.moe_layers)
         expert_table = Table((layers, model.num_experts), torch.int64, self.device)
         backend = kernels.backend_for(self.device, self.dtype)
-        net = build_model(model, backend, self.device, self.dtype, plan.max_model_len)
+        table = None
+        if self._embedding is not None:
+            table = self._embedding.tensor.view(self.dtype).view(model.vocab_size, model.hidden_size)
+        net = build_model(model, backend, self.device, self.dtype, plan.max_model_len, table)
         self.model = net
         if config.dummy_routing is not None:
             net.routing = make_dummy_routing(
@@ -185,7 +194,8 @@ class EngineCore:
             # The machine locks less memory than was planned with: what can be lent, and with it the longest
             # request, is less.
             fits = lendable * geometry.classes[plan.expert_class].page_bytes
-            plan = self.plan = _plan(replace(config, host_memory=fits), model, self.device, self.dtype)
+            less = replace(config, host_memory=fits)
+            plan = self.plan = _plan(less, model, self.device, self.dtype, self._embedding is not None)
             logger.warning("memory plan with what can be page-locked\n%s", plan.describe())
         if config.load_format == "dummy":
             dummy_weights(net, config.seed, self.store.sink)
@@ -215,6 +225,22 @@ class EngineCore:
             max_model_len=plan.max_model_len, budget=prompt_budget(config, self.device),
         )  # fmt: skip
         self.runner = self._make_runner(net, expert_table.device_table, report)
+
+    def _embedding_aside(self, model: ModelConfig) -> HostMemory | None:
+        """Page-locked memory for the embedding table, where the plan has it in host memory. Where the machine
+        does not lock as much, the table stays on the device, by another plan."""
+        if not (size := self.plan.embedding_host_bytes):
+            return None
+        memory = HostMemory(size)
+        if memory.pinned_bytes == size:
+            return memory
+        logger.warning(
+            "the machine page-locks %s of the embedding table's %s: it stays on the device",
+            show(memory.pinned_bytes), show(size),
+        )  # fmt: skip
+        memory.close()
+        self.plan = _plan(self.config, model, self.device, self.dtype, aside=False)
+        return None
 
     def _make_runner(self, net: Decoder, table: torch.Tensor, report: Progress) -> Runner:
         config, plan, model = self.config, self.plan, self.model_config

@@ -37,6 +37,7 @@ FEW_ROWS = 32  # rows of logits of which copies exist at one time
 STREAM_PAGES = (
     16  # of the ring that a large step's missing experts come through, beside what the pool has free
 )
+ROOMY = 1024  # tokens a request; memory is short where `max_num_seqs` of such requests have no room
 GRANT = 256  # alignment of single allocations and of the parts of an expert page, bytes
 
 
@@ -102,6 +103,7 @@ class MemoryPlan:
     experts_floor: int  # never fewer than these are resident
     experts_lendable: int
     host_bytes: int  # the lendable experts' host copies
+    embedding_host_bytes: int  # the embedding table, where it is read in host memory; else 0
     block_tokens: int
     kv_tokens: int  # held beside the experts resident at start
     kv_tokens_reachable: int  # with every lendable expert lent
@@ -151,6 +153,7 @@ class MemoryPlan:
             "streaming_bytes": self.streaming_bytes,
             "pool_bytes": self.pool_bytes,
             "host_bytes": self.host_bytes,
+            "embedding_host_bytes": self.embedding_host_bytes,
             "huge_page_bytes": geometry.huge_bytes,
             "grain_bytes": geometry.grain,
             "kinds": {
@@ -174,9 +177,11 @@ class MemoryPlan:
 
     def describe(self) -> str:
         """The table printed at start."""
+        aside = self.embedding_host_bytes
         rows = [
             ("device memory (cap)", show(self.device_bytes)),
             ("  weights outside the pool", show(self.weights_bytes)),
+            *([("  (embedding table: in host memory)", show(aside))] if aside else []),
             ("  workspace of a step", show(self.workspace_bytes)),
             ("  page tables", show(self.tables_bytes)),
             *([("  driver, kernels, graphs", show(self.driver_bytes))] if self.driver_bytes else []),
@@ -236,6 +241,7 @@ class Sizes:
     gpu: int  # workspace on a GPU
     spec: PoolSpec
     notes: tuple[str, ...] = ()
+    embedding: int = 0  # of the weights, an embedding table that nothing else reads
 
 
 def sizes_of(model: ModelConfig, config: EngineConfig, itemsize: int) -> Sizes:
@@ -246,6 +252,7 @@ def sizes_of(model: ModelConfig, config: EngineConfig, itemsize: int) -> Sizes:
         workspace=workspace_bytes(model, config, itemsize),
         gpu=gpu_bytes(model, config, itemsize),
         spec=pool_spec(model, config.block_size, itemsize),
+        embedding=0 if model.tie_embeddings else model.vocab_size * model.hidden_size * itemsize,
     )  # fmt: skip
 
 
@@ -365,6 +372,16 @@ def plan_memory(
         share = device_available * (0.5 if device_is_host else config.gpu_memory_utilization)
         cap = min(int(share), fixed + everything * geometry.huge_bytes)
 
+    aside = 0
+    enough = min(blocks, -(-ROOMY // config.block_size))
+    if not device_is_host and reserve is None:
+        short = max(0, cap - fixed) // geometry.huge_bytes < roots(
+            total, config.max_num_seqs * enough, config.max_num_seqs
+        )
+        # A step reads one row a token of it: no other bytes are as cheap to do without.
+        aside = sizes.embedding if short and sizes.embedding < host_available else 0
+        weights, fixed = weights - aside, fixed - aside
+
     expert_bytes = geometry.classes[expert_class].page_bytes
     kept = total if config.resident_experts is None else config.resident_experts
 
@@ -376,7 +393,7 @@ def plan_memory(
             return 0
         budget = config.host_memory
         if budget is None:
-            budget = max(0, int(host_available * 0.8) - (cap if device_is_host else 0))
+            budget = max(0, int((host_available - aside) * 0.8) - (cap if device_is_host else 0))
         return min(total, budget // expert_bytes)
 
     lendable, streaming = lendable_under(cap), 0
@@ -450,7 +467,7 @@ def plan_memory(
         pool_bytes=huge * geometry.huge_bytes, geometry=geometry, expert_class=expert_class, units=units,
         expert_pages=capacity.pool_pages, experts_total=total, experts_resident=resident,
         experts_floor=floor, experts_lendable=lendable, host_bytes=lendable * expert_bytes,
-        block_tokens=config.block_size,
+        embedding_host_bytes=aside, block_tokens=config.block_size,
         kv_tokens=units.blocks_in(capacity.pool_pages - resident - one_state) * config.block_size,
         kv_tokens_reachable=reachable, max_model_len=max_len, max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens, notes=notes,

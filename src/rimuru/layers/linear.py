@@ -28,6 +28,11 @@ class DenseWeights:
         """A new parameter of `shape` under `name`."""
         return self.fuse({name: shape[0]}, *shape[1:])
 
+    def place(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A parameter under `name` in memory of the caller's, which is not counted."""
+        self.views[name] = tensor
+        return tensor
+
     def fuse(self, rows: dict[str, int], *rest: int) -> torch.Tensor:
         """One tensor `[sum of rows, *rest]` whose row ranges carry the given names, in order."""
         whole = torch.empty((sum(rows.values()), *rest), device=self.device, dtype=self.dtype)

@@ -56,8 +56,12 @@ class Decoder:
         device: torch.device | str,
         dtype: torch.dtype,
         max_positions: int | None = None,
+        embedding: torch.Tensor | None = None,
     ):
-        """Allocate, uninitialised. `max_positions` caps the rotary table (default: the model's own)."""
+        """Allocate, uninitialised. `max_positions` caps the rotary table (default: the model's own).
+        `embedding` `[vocab, hidden]`: where the embedding table is to lie, if not on the device; not where it
+        is the output head too.
+        """
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self.expert_layout = ExpertLayout(config.hidden_size, config.moe_intermediate, dtype)
         weights = DenseWeights(self.device, dtype)
@@ -70,7 +74,11 @@ class Decoder:
             max_positions or config.max_position_embeddings,
             self.device,
         )
-        self.embedding = weights.take("embed_tokens.weight", config.vocab_size, hidden)
+        if embedding is None:
+            self.embedding = weights.take("embed_tokens.weight", config.vocab_size, hidden)
+        else:
+            assert not config.tie_embeddings
+            self.embedding = weights.place("embed_tokens.weight", embedding)
         self.layers = [self._layer(i, weights, ops, rope) for i in range(config.num_layers)]
         self.norm = weights.take("norm.weight", hidden)
         self._norms_after = [*(layer.input_norm for layer in self.layers[1:]), self.norm]

@@ -35,15 +35,18 @@ def build_model(
     device: torch.device | str,
     dtype: torch.dtype,
     max_positions: int | None = None,
+    embedding: torch.Tensor | None = None,
 ) -> Decoder:
-    """Allocate a model, weights uninitialised. On device "meta" it costs nothing and can be measured."""
+    """Allocate a model, weights uninitialised. On device "meta" it costs nothing and can be measured.
+    `embedding`: see `Decoder`.
+    """
     try:
         builder = _BUILDERS[config.family]
     except KeyError:
         raise UnsupportedModelError(
             f"family {config.family!r} is not served; served are {', '.join(_BUILDERS)}"
         ) from None
-    return builder(config, ops, device, dtype, max_positions)
+    return builder(config, ops, device, dtype, max_positions, embedding)
 
 
 def resolve_model(

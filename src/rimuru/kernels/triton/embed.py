@@ -36,10 +36,11 @@ def embed(
 ) -> torch.Tensor:
     """Rows of `weight [V, H]` by token id `[T]` -> `[T, H]`; a negative id is read from `latest` by slot.
 
-    As `rimuru.kernels.reference.embed`; ids are not checked against V.
+    As `rimuru.kernels.reference.embed`; ids are not checked against V. `weight` may lie in page-locked host
+    memory: a row crosses the link for each token.
     """
     (count,), width = tokens.shape, weight.shape[1]
-    out = torch.empty((count, width), dtype=weight.dtype, device=weight.device)
+    out = torch.empty((count, width), dtype=weight.dtype, device=tokens.device)
     if count:
         deferred = slots is not None and latest is not None
         embed_kernel[(count, triton.cdiv(width, 1024))](
