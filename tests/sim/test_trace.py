@@ -25,7 +25,7 @@ def test_columns_may_stand_in_any_order_and_others_are_left_alone(tmp_path):
     [
         ("", "line 1: no column 'prompt_tokens'; there are none"),
         ("prompt_tokens,x\n1,2\n", "line 1: no column 'output_tokens'; there are prompt_tokens, x"),
-        ("prompt_tokens,output_tokens\n3,4\n5,many\n", "line 3: invalid literal"),
+        ("prompt_tokens,output_tokens\n3,4\n5,many\n", "line 3: output_tokens 'many' is no whole number"),
         ("prompt_tokens,output_tokens\n3,4,5\n", "line 2: 3 values for 2 columns"),
         ("prompt_tokens,output_tokens\n0,4\n", "line 2: prompt_tokens must be from 1"),
         ("prompt_tokens,output_tokens\n3,-4\n", "line 2: output_tokens must be from 1"),

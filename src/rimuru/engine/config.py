@@ -28,8 +28,8 @@ def parse_size(text: str | int, flag: str = "size") -> int:
                 f"{flag}: cannot read {text!r} as a size; write bytes, '24GB' (1e9) or '24GiB' (2^30)"
             )
         value = float(match[1]) * _UNITS[match[2].upper()]
-    if value <= 0:
-        raise ConfigError(f"{flag}: must be more than 0 bytes, got {text!r}")
+    if not 0 < value < 2.0**63:
+        raise ConfigError(f"{flag}: must be more than 0 bytes and below 2^63, got {str(text)[:40]!r}")
     return int(value)
 
 
@@ -103,6 +103,8 @@ class EngineConfig:
                 )
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError(f"--max-model-len must be at least 2, got {self.max_model_len}")
+        if not self.max_boundary_wait >= 0:
+            raise ConfigError(f"--max-boundary-wait must be at least 0 seconds, got {self.max_boundary_wait}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}"

@@ -18,6 +18,7 @@ from rimuru.pool.allocator import Allocator
 from rimuru.pool.draw import text_map
 from rimuru.pool.geometry import Kind
 
+from .arguments import count
 from .config import POLICIES, EngineConfig, parse_size
 from .core import local_models, plan_for
 from .device import host_available
@@ -59,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--max-num-seqs", f"requests that run at once; default {DEFAULTS.max_num_seqs}"),
         ("--max-num-batched-tokens", f"tokens of a step; default {DEFAULTS.max_num_batched_tokens}"),
     ):
-        engine.add_argument(flag, type=int, metavar="N", help=what)
+        engine.add_argument(flag, type=int if flag == "--max-num-seqs" else count, metavar="N", help=what)
     engine.add_argument("--dtype", metavar="T", help="bfloat16, float16 or float32; default: the model's")
     engine.add_argument(
         "--expert-format", choices=FORMATS, default="bf16", metavar="F",

@@ -51,7 +51,7 @@ def read_params(
     """
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))["models"]
-        name = _entry(entries, model, flag)
+        name = _entry(entries, model, path, flag)
         params = _params(entries[name])
     except OSError as error:
         raise ConfigError(f"{flag} {path}: cannot be read: {error.strerror}") from None
@@ -72,12 +72,12 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-def _entry(entries: dict[str, Any], model: str, flag: str) -> str:
+def _entry(entries: dict[str, Any], model: str, path: Path, flag: str) -> str:
     want = _plain(Path(model).name)
     found = [name for name in entries if want.startswith(_plain(name)) or _plain(name).startswith(want)]
     if not found:
         raise ConfigError(
-            f"the routing file has no entry for {Path(model).name!r}; it has {', '.join(entries)}; "
+            f"{flag} {path}: no entry for {Path(model).name!r}; it has {', '.join(entries) or 'none'}; "
             f"{flag} uniform needs none"
         )
     return max(found, key=len)
@@ -92,7 +92,7 @@ def _params(entry: dict[str, Any]) -> RoutingParams:
         raise KeyError("A")
     params = RoutingParams(tuple(sorted(a)), float(entry["B"]), float(entry["C"]), float(entry["rho"]))
     shares = [params.b, params.c, 1 - params.b - params.c - max(value for _, value in params.a)]
-    if min(shares + [value for _, value in params.a]) < 0 or not 0 <= params.rho <= 1:
+    if not all(0 <= share <= 1 for share in (*shares, params.rho, *(value for _, value in params.a))):
         raise ValueError("A, B and C must be shares that sum to at most 1, rho from 0 to 1")
     return params
 

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from rimuru.errors import ConfigError
 
 from . import case_study, fleet, residency
 from .engine import Simulation
@@ -22,9 +19,10 @@ from .options import (
     machine,
     model_of,
     objectives,
+    policies,
     workload,
 )
-from .report import assumptions, plots, summary, table
+from .report import assumptions, check_writable, plots, summary, table
 from .routing import load_routing
 
 
@@ -44,16 +42,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the chosen simulation."""
+    if getattr(args, "plots", None):
+        check_writable(args.plots)
     return args.call(args)
 
 
 def run_policies(args: argparse.Namespace) -> int:
     """Serve the same requests under each policy."""
-    policies: Sequence[str] = args.memory_policy.split(",")
     ttft, itl = objectives(args)
-    if args.resident_experts is not None and "static" not in policies:
-        raise ConfigError("--resident-experts goes with --memory-policy static")
-    configs = {policy: engine_config(args, policy) for policy in policies}
+    configs = {policy: engine_config(args, policy) for policy in policies(args)}
     hardware, model, arrivals = machine(args), model_of(args.model), workload(args)
     check_reachable(ttft, itl, model, "auto", [hardware])
     routing = load_routing(

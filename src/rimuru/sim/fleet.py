@@ -23,10 +23,19 @@ import numpy as np
 from rimuru.errors import ConfigError
 
 from .engine import Simulation
-from .options import add_workload, engine_config, machine, model_of
+from .options import (
+    add_workload,
+    check_reachable,
+    engine_config,
+    machine,
+    model_of,
+    objectives,
+    policies,
+    workload,
+)
 from .report import assumptions
 from .routing import load_routing
-from .trace import Arrival, read_trace, shape, spread_turns
+from .trace import Arrival, spread_turns
 
 ROUTERS = ("prefix", "least", "random")
 
@@ -92,14 +101,26 @@ def serve(replicas: Sequence[Simulation], router: Router, arrivals: Sequence[Arr
     catch_up(float("inf"))
 
 
-def summary(replicas: Sequence[Simulation], router: Router, scale: float) -> dict[str, Any]:
-    """The fleet's numbers; counts and rates are `scale` times the sample's."""
+def summary(
+    replicas: Sequence[Simulation],
+    router: Router,
+    scale: float,
+    ttft_slo_ms: float | None = None,
+    itl_slo_ms: float | None = None,
+) -> dict[str, Any]:
+    """The fleet's numbers; counts and rates are `scale` times the sample's.
+
+    With objectives, `met_objectives` is the share of requests whose first token came within `ttft_slo_ms`
+    and the others within `itl_slo_ms` of each other in the mean. Raises `ConfigError` where all were refused.
+    """
     samples = [s for replica in replicas for s in replica.scheduler.samples]
+    if not samples:
+        raise ConfigError(f"no request can be served: {next(r for x in replicas for r in x.refused)}")
     each = np.array([sum(s.output_tokens for s in r.scheduler.samples) for r in replicas], float)
     queries = sum(r.scheduler.prefix_queries for r in replicas)
     ttft = np.array([s.ttft for s in samples])
     span = max(r.series.clock[-1] for r in replicas if r.series.clock)
-    return {
+    out = {
         "replicas": round(len(replicas) * scale),
         "replicas_stepped": len(replicas),
         "requests": round(len(samples) * scale),
@@ -115,6 +136,11 @@ def summary(replicas: Sequence[Simulation], router: Router, scale: float) -> dic
         "peak_concurrency_a_replica": max(max(r.series.running, default=0) for r in replicas),
         "link_bytes": round(sum(sum(r.series.link_bytes) for r in replicas) * scale),
     }
+    if ttft_slo_ms is not None or itl_slo_ms is not None:
+        tpot = np.array([s.decode_time / max(1, s.output_tokens - 1) for s in samples])
+        met = (ttft * 1e3 <= (ttft_slo_ms or np.inf)) & (tpot * 1e3 <= (itl_slo_ms or np.inf))
+        out["met_objectives"] = float(met.mean())
+    return out
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -133,27 +159,36 @@ def run(args: argparse.Namespace) -> int:
     for name in routers:
         if name not in ROUTERS:
             raise ConfigError(f"--router {name!r} is unknown; choose of {', '.join(ROUTERS)}")
-    if args.replicas < 1 or args.sample < 1:
-        raise ConfigError("--replicas and --sample must be at least 1")
+    for flag, count in (("--replicas", args.replicas), ("--sample", args.sample)):
+        if count < 1:
+            raise ConfigError(f"{flag} must be at least 1, got {count}")
     if args.rate is None:
         raise ConfigError("--rate R is needed: requests a second of the whole fleet")
+    if not 0 <= args.think < float("inf"):
+        raise ConfigError(f"--think must be at least 0 seconds, got {args.think:g}")
+    policy, *others = policies(args)
+    if others:
+        raise ConfigError(f"a fleet runs under one --memory-policy, got {args.memory_policy}")
+    ttft, itl = objectives(args)
     stepped = min(args.sample, args.replicas)
     hardware, model = machine(args), model_of(args.model)
-    rows = shape(
-        read_trace(args.trace), requests=args.requests, rate=1.0, output_scale=args.output_scale,
-        source=args.trace,
-    )  # fmt: skip
+    check_reachable(ttft, itl, model, "auto", [hardware])
+    rows = workload(args)  # their times are made anew, turn after turn
     arrivals = spread_turns(rows, args.rate * stepped / args.replicas, args.think, seed=args.seed)
     routing = load_routing(
         args.routing, len(model.moe_layers), model.num_experts, model.top_k, args.model, args.seed
     )
-    config = engine_config(args, args.memory_policy)
+    config = engine_config(args, policy)
+    own = (ttft, itl) if policy == "economic" else (None, None)
     results: dict[str, dict[str, Any]] = {}
     for name in routers:
-        replicas = [Simulation(model, config, hardware, routing) for _ in range(stepped)]
+        replicas = [
+            Simulation(model, config, hardware, routing, ttft_slo_ms=own[0], itl_slo_ms=own[1])
+            for _ in range(stepped)
+        ]
         router = Router(name, seed=args.seed)
         serve(replicas, router, arrivals)
-        results[name] = summary(replicas, router, args.replicas / stepped)
+        results[name] = summary(replicas, router, args.replicas / stepped, ttft, itl)
     if args.json:
         given = assumptions(replicas[0], hardware) | {
             "trace": Path(args.trace).name, "rate": args.rate, "think_s": args.think, "seed": args.seed,

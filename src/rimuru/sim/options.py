@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rimuru.engine.arguments import count
 from rimuru.engine.config import POLICIES, EngineConfig, parse_size
 from rimuru.engine.plan import show
 from rimuru.engine.rates import model_cost
@@ -51,7 +52,8 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
         ("--max-model-len", None, "longest request in tokens; default: the model's"),
     ):
         text = what if default is None else f"{what}; default %(default)s"
-        engine.add_argument(flag, type=int, default=default, metavar="N", help=text)
+        kind = int if flag == "--max-num-seqs" else count
+        engine.add_argument(flag, type=kind, default=default, metavar="N", help=text)
     engine.add_argument(
         "--max-boundary-wait", type=float, default=DEFAULTS.max_boundary_wait, metavar="S",
         help="seconds a request may stand first in the queue under economic before experts lend pages "
@@ -83,7 +85,7 @@ def add_load(parser: argparse.ArgumentParser, required: bool = True) -> argparse
         "--output-scale", type=float, default=1.0, metavar="X", help="output lengths times X; default 1"
     )
     group.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of arrivals and routing; default %(default)s"
+        "--seed", type=_seed, default=0, metavar="N", help="of arrivals and routing; default %(default)s"
     )
     return group
 
@@ -118,11 +120,29 @@ def add_assumptions(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     return group
 
 
+def _seed(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {value}")
+    return value
+
+
+def policies(args: argparse.Namespace) -> list[str]:
+    """The names in `--memory-policy`."""
+    names = args.memory_policy.split(",")
+    for name in names:
+        if name not in POLICIES:
+            raise ConfigError(f"--memory-policy {name!r} is unknown; choose of {', '.join(POLICIES)}")
+    if args.resident_experts is not None and "static" not in names:
+        raise ConfigError("--resident-experts goes with --memory-policy static")
+    return list(dict.fromkeys(names))
+
+
 def objectives(args: argparse.Namespace) -> tuple[float | None, float | None]:
     """`--ttft-slo` and `--itl-slo`, milliseconds. Raises `ConfigError` for what is no time."""
     for flag, value in (("--ttft-slo", args.ttft_slo), ("--itl-slo", args.itl_slo)):
         if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"{flag} must be more than 0 milliseconds and finite, got {value:g}")
+            raise ConfigError(f"{flag} must be more than 0 milliseconds, got {value:g}")
     return args.ttft_slo, args.itl_slo
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from rimuru.errors import ConfigError
+
 from .engine import Hardware, Simulation
 from .svg import Line, Panel, page
 
@@ -162,6 +164,15 @@ def plots(title: str, sims: Mapping[str, Simulation]) -> str:
         Panel("Time to first token, by arrival", "s", curves.get("ttft", []), log=True),
     ]
     return page(title, panels)
+
+
+def check_writable(path: str) -> None:
+    """Raise `ConfigError` where no file can be written at `path`; before a simulation, not after it."""
+    try:
+        with open(path, "a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--plots {path}: cannot be written: {error.strerror}") from None
 
 
 def _mean(values: np.ndarray) -> float:

@@ -58,8 +58,13 @@ def run(args: argparse.Namespace) -> int:
     """Replay and print a table or JSON."""
     if args.steps < 20:
         raise ConfigError(f"--steps must be at least 20, got {args.steps}")
+    if args.seed < 0:
+        raise ConfigError(f"--seed must be at least 0, got {args.seed}")
     sequences = load_trace(args.trace)
-    experts = args.experts or 1 + max(int(s.max()) for s in sequences)
+    least = 1 + max(int(s.max()) for s in sequences)
+    experts = least if args.experts is None else args.experts
+    if experts < least:
+        raise ConfigError(f"--experts must be at least {least}, one more than the highest id, got {experts}")
     total = sequences[0].shape[1] * experts
     slots = [_slots(part, total) for part in args.slots.split(",")]
     batches = [_positive(part, "--requests") for part in args.requests.split(",")]

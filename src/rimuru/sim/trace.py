@@ -49,6 +49,9 @@ def read_trace(path: str | Path) -> list[Arrival]:
 def _rows(reader, path: str) -> list[Arrival]:
     header: list[str] = next(reader, [])
     columns = {name.strip(): i for i, name in enumerate(header)}
+    if len(columns) < len(header):
+        twice = next(name for name in columns if sum(h.strip() == name for h in header) > 1)
+        raise ConfigError(f"{path}, line 1: two columns {twice!r}")
     for name in ("prompt_tokens", "output_tokens"):
         if name not in columns:
             raise ConfigError(f"{path}, line 1: no column {name!r}; there are {', '.join(columns) or 'none'}")
@@ -64,10 +67,10 @@ def _rows(reader, path: str) -> list[Arrival]:
             if len(row) != len(header):
                 raise ValueError(f"{len(row)} values for {len(header)} columns")
             arrival = Arrival(
-                0.0 if at is None else float(row[at]),
+                0.0 if at is None else _seconds(row[at]),
                 _tokens(row[prompt], "prompt_tokens"),
                 _tokens(row[output], "output_tokens"),
-                len(rows) if conversation is None else int(row[conversation]),
+                len(rows) if conversation is None else _whole(row[conversation], "conv_id"),
             )
             if not last <= arrival.at < float("inf"):
                 raise ValueError(f"arrival_s {row[at or 0]} comes before the row above, or is no time")
@@ -80,8 +83,22 @@ def _rows(reader, path: str) -> list[Arrival]:
     return rows
 
 
+def _whole(text: str, name: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name} {text[:40]!r} is no whole number") from None
+
+
+def _seconds(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"arrival_s {text[:40]!r} is no number") from None
+
+
 def _tokens(text: str, name: str) -> int:
-    value = int(text)
+    value = _whole(text, name)
     if not 1 <= value <= MAX_TOKENS:
         raise ValueError(f"{name} must be from 1 to {MAX_TOKENS}, got {value}")
     return value
@@ -103,8 +120,12 @@ def shape(
     """
     if requests is not None and requests < 1:
         raise ConfigError(f"--requests must be at least 1, got {requests}")
-    if not output_scale > 0:
-        raise ConfigError(f"--output-scale must be above 0, got {output_scale:g}")
+    longest = max(row.output for row in rows)
+    if not 0 < output_scale <= MAX_TOKENS / longest:
+        raise ConfigError(
+            f"--output-scale must be above 0 and leave outputs of at most {MAX_TOKENS} tokens (the longest "
+            f"has {longest}), got {output_scale:g}"
+        )
     n = len(rows) if requests is None else requests
     if rate is None:
         span = rows[-1].at
@@ -112,7 +133,7 @@ def shape(
             raise ConfigError(f"{source} has no arrival_s column; give --rate")
         starts = [rows[i % len(rows)].at + i // len(rows) * span for i in range(n)]
     else:
-        if not 0 < rate < float("inf"):
+        if not 0 < rate < float("inf") or 1 / rate == float("inf"):
             raise ConfigError(f"--rate must be above 0 requests a second, got {rate:g}")
         gaps = np.random.default_rng(seed).exponential(1 / rate, n)
         starts = np.cumsum(gaps).tolist()
