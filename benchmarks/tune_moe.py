@@ -47,7 +47,7 @@ def constants(shape: Shape, tile: Tile, gate_up: bool) -> dict:
         "PART": 0 if gate_up else shape.layout().down_offset,
         "N": 2 * inter if gate_up else hidden,
         "K": hidden if gate_up else inter,
-        "TOP_K": shape.top_k, "GATE_UP": gate_up,
+        "TOP_K": shape.top_k, "GATE_UP": gate_up, "SLICES": 0, "PDL": False,
         "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k,
         "FEW_M": tile.few_m, "FEW_K": tile.few_k,
         "num_warps": tile.warps, "num_stages": tile.stages,
@@ -57,7 +57,7 @@ def constants(shape: Shape, tile: Tile, gate_up: bool) -> dict:
 def compile_share(jobs: list[tuple[Shape, Tile, bool]]) -> None:
     half = torch.bfloat16
     for job in jobs:
-        _expert_kernel.warmup(half, half, torch.int32, 100, 64, grid=(1,), **constants(*job))
+        _expert_kernel.warmup(half, half, half, torch.int32, 1, 100, 64, grid=(1,), **constants(*job))
 
 
 def launches(layer: Layer, sets: list[Routing], tile: Tile, gate_up: bool) -> Callable[[], None]:
@@ -73,7 +73,7 @@ def launches(layer: Layer, sets: list[Routing], tile: Tile, gate_up: bool) -> Ca
     def launch() -> None:
         for r, plan in zip(sets, plans, strict=True):
             a, out = (r.x, act) if gate_up else (act, parts)
-            _expert_kernel[(lanes + plan.room * tiles,)](a, out, plan.work, plan.room, lanes, **fixed)
+            _expert_kernel[(lanes + plan.room * tiles,)](a, out, a, plan.work, 0, plan.room, lanes, **fixed)
 
     return launch
 
