@@ -2,7 +2,7 @@
 
 Random weights. Routing as a real model's where `RIMURU_ROUTING` names a file of routing models, else uniform;
 the trace runs where `RIMURU_TRACE` names a CSV of prompt and output lengths. `RIMURU_OFFLOAD` picks routings
-("" for none), `RIMURU_TRACE_CASES` cases of the trace, between semicolons.
+("" for none), `RIMURU_TRACE_CASES` cases of the trace.
 """
 
 from __future__ import annotations
@@ -33,16 +33,11 @@ SETTLE = 120  # steps in which the residency policy learns what the requests tou
 QWEN3_BARS = {1: 6.5, 4: 21.0, 16: 100.0}  # ms a step, routing as a real model's
 VLLM = {1: 67.5, 16: 461.0}  # ms a step with its own offloading, uniform routing
 EXPERT = 3 * 2048 * 768 * 2
-# vLLM's cap leaves out the CUDA context, 0.65 GB here, and graphs; ours holds everything. So beside the same
-# cap there is one with the context added, under which ours still takes less.
 _CAPPED = {"device_memory": int(30.9e9), "host_memory": int(26e9)}
-_BESIDE = {"device_memory": int(31.55e9), "host_memory": int(26e9)}
 TRACES = {  # the engine's options, and what vLLM 0.26.0 reached: output tokens/s, mean TTFT in s
     "uncapped": ({}, None, 0.030),
     "fixed": ({"memory_policy": "fixed", **_CAPPED}, 2384, 6.1),
     "economic": ({"memory_policy": "economic", **_CAPPED}, 2384, 6.1),
-    "fixed, context beside": ({"memory_policy": "fixed", **_BESIDE}, 2384, 6.1),
-    "economic, context beside": ({"memory_policy": "economic", **_BESIDE}, 2384, 6.1),
     "reactive": ({"memory_policy": "reactive", **_CAPPED}, 2384, 6.1),
 }
 
@@ -66,7 +61,7 @@ def run(report: Report) -> None:
     for name in filter(None, os.environ.get("RIMURU_OFFLOAD", ",".join(routings)).split(",")):
         capped(report, name, routings[name])
     if os.environ.get("RIMURU_TRACE"):
-        for case in os.environ.get("RIMURU_TRACE_CASES", ";".join(TRACES)).split(";"):
+        for case in os.environ.get("RIMURU_TRACE_CASES", ",".join(TRACES)).split(","):
             try:
                 trace(report, case, Path(os.environ["RIMURU_TRACE"]))
             except RimuruError as error:
