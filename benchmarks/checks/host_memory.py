@@ -10,6 +10,7 @@ import triton.language as tl
 from harness import Report
 
 from rimuru.experts.side_copy import CudaLane, SideStreamCopy
+from rimuru.experts.store import Arrival
 from rimuru.kernels import host_memory
 from rimuru.kernels.host_memory import HostMemory
 
@@ -71,7 +72,8 @@ def beside_steps(report: Report) -> None:
     side = SideStreamCopy(CudaLane(torch.cuda.Stream()))
     torch.cuda._sleep(200_000_000)  # cycles, about 0.1 s
     seen = page.clone()
-    asked = side([(page, memory.tensor)])
+    entry = torch.zeros(1, dtype=torch.int64, device="cuda")
+    asked = side([Arrival(page, memory.tensor, entry, page.data_ptr())])
     early = asked.query()  # issues the copy
     torch.cuda._sleep(200_000_000)
     behind = torch.cuda.Event()
@@ -84,6 +86,7 @@ def beside_steps(report: Report) -> None:
     report.equal("a launched step still reads what lay in the page", seen, torch.zeros_like(seen))
     torch.cuda.synchronize()
     report.equal("a promoted page", page.cpu(), memory.tensor)
+    report.check("a promoted page's entry", float(entry.item() != page.data_ptr()), 0)
     memory.close()
 
 

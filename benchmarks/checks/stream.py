@@ -1,10 +1,12 @@
-"""Streamed prefill: bits against experts at rest, then a chunk's time against the link and the pool.
+"""Experts that come while steps run: promotions beside decode steps, then streamed prefill.
 
-Twelve MoE layers of Qwen3-30B's shape, half of their experts in host memory, with rings of many sizes.
+Bits against experts at rest, then a chunk's time against the link and the pool. Twelve MoE layers of
+Qwen3-30B's shape, half of their experts in host memory, with rings of many sizes.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -13,9 +15,11 @@ import torch
 from harness import Report
 from moe_case import QWEN3, Shape
 
+from rimuru.experts.side_copy import CudaLane, SideStreamCopy
 from rimuru.experts.store import ExpertStore
 from rimuru.experts.stream import CopyEngine, ExpertStream
 from rimuru.kernels import triton as kernels
+from rimuru.kernels.types import EXPERT_HOST
 from rimuru.pool.allocator import Allocator
 from rimuru.pool.arena import Arena
 from rimuru.pool.geometry import AttentionKind, Kind, PoolSpec, plan_geometry
@@ -24,6 +28,8 @@ from rimuru.pool.tables import Table
 LAYERS = 12
 RING = 128  # staging pages at most: two layers' missing experts
 LEAST = 1024  # tokens for which the engine streams
+PAUSE = 60_000_000  # cycles, about 30 ms: some 170 experts cross the link
+ROUNDS = 60
 BAR = 1.1  # over the longer of link and compute, where half is missing; of less, the ends of a cut weigh more
 
 Addresses = Sequence  # of one layer each: a row of addresses, or passes of rows
@@ -46,6 +52,7 @@ class Model:
         self.store = ExpertStore(
             self.layout, LAYERS, shape.experts, allocator=self.allocator, page_class=self.cls,
             arena=self.arena, table=self.table, lendable=LAYERS * lendable, resident=resident,
+            copy=SideStreamCopy(CudaLane(torch.cuda.Stream()), ahead=RING),
         )  # fmt: skip
         generator = torch.Generator("cuda").manual_seed(0)
         for layer in range(LAYERS):
@@ -92,11 +99,16 @@ class Chunk:
         score = torch.randn((LAYERS, tokens, shape.experts), generator=generator, device="cuda")
         self.routing = [kernels.route(s, shape.top_k, "softmax", True) for s in score]
 
-    def forward(self, addresses: Addresses) -> torch.Tensor:
+    def forward(self, addresses: Addresses, pause_before: int = LAYERS) -> torch.Tensor:
         x = self.x
-        for (weights, ids), row in zip(self.routing, addresses, strict=True):
+        for layer, ((weights, ids), row) in enumerate(zip(self.routing, addresses, strict=True)):
+            if layer == pause_before:
+                torch.cuda._sleep(PAUSE)
             x = x + kernels.moe(x, ids, weights, row, self.model.layout)
         return x
+
+    def touched(self, layer: int) -> list[int]:
+        return self.routing[layer][1].unique().tolist()
 
     def streamed(self) -> torch.Tensor:
         # Also where it would not pay: that is for the times to show.
@@ -161,8 +173,70 @@ def compare(report: Report, chunk: Chunk, per_layer: int, rings: tuple[int, ...]
     model.free(RING)
 
 
+def under_way(report: Report, model: Model, step: Chunk, want: torch.Tensor) -> None:
+    """A step launched before the host has seen a copy end reads the page, from the layer on where it is."""
+    store, half = model.store, LAYERS // 2
+    coming = [(layer, e) for layer in range(half, LAYERS) for e in step.touched(layer) if e < model.lendable]
+    table = model.table.device_table
+    torch.cuda._sleep(PAUSE)  # the step before, which may still read what lies in the pages
+    before = table.clone()
+    came = store.promote(coming)
+    store.poll()  # issues the copies
+    out = step.forward(table, pause_before=half)
+    after = table.clone()
+    torch.cuda.synchronize()
+    report.check("promoted: experts without a page", len(coming) - len(came), 0)
+    report.check("promoted: seen by the host", int(store.resident[:, : model.lendable].sum()), 0)
+    host = [sum(bool(int(t[x]) & EXPERT_HOST) for x in came) for t in (before.cpu(), after.cpu())]
+    report.check("promoted: in the pool before the copies may begin", len(came) - host[0], 0)
+    report.check("promoted: in host memory after the step", host[1], 0)
+    report.equal("a step that finds promoted experts half way", out, want)
+    store.poll()
+    report.check("promoted: not resident at the poll", sum(not store.resident[x] for x in came), 0)
+    store.demote(came)
+
+
+def churn(report: Report, model: Model, step: Chunk, want: torch.Tensor) -> None:
+    """Steps launched one ahead while experts come and go between them at random, into each other's pages."""
+    store, table, rng = model.store, model.table, random.Random(0)
+    lent = [(layer, e) for layer in range(LAYERS) for e in range(model.lendable)]
+    outs, moved, behind = [], 0, [torch.cuda.Event(), torch.cuda.Event()]
+    for turn in range(ROUNDS):
+        table.flush(kernels.apply_edits)
+        outs.append(step.forward(table.device_table))
+        behind[turn % 2].record()
+        if turn:
+            behind[(turn - 1) % 2].synchronize()
+        store.poll()
+        store.demote([x for x in lent if store.resident[x] and rng.random() < 0.3])
+        moved += len(store.promote(rng.sample(lent, 40)))
+        store.poll()
+        store.check()
+    torch.cuda.synchronize()
+    store.poll()
+    table.flush(kernels.apply_edits)
+    table.check()
+    wrong = sum(not torch.equal(out, want) for out in outs)
+    report.check(f"steps of {ROUNDS} with other bits while {moved} experts came", wrong, 0)
+    store.demote([x for x in lent if store.resident[x]])
+    table.flush(kernels.apply_edits)
+
+
+def promotions(report: Report, model: Model) -> None:
+    step = Chunk(model, 4)
+    model.missing(0)
+    want = step.forward(model.table.device_table)
+    model.missing(model.lendable)
+    model.free(RING)
+    under_way(report, model, step, want)
+    model.free(24)  # so that each page goes from hand to hand
+    churn(report, model, step, want)
+    model.free(RING)
+
+
 def run(report: Report) -> None:
     model = Model(QWEN3, 64)
+    promotions(report, model)
     large = Chunk(model, 4096)
     compare(report, large, 64, (128, 72, 64, 32, 16, 8, 4, 2, 1))
     compare(report, large, 16, (32, 16, 8))

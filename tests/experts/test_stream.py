@@ -76,10 +76,11 @@ class PromotionLane:
         self.streams.launch(lambda: None)
         return self.streams.counter
 
-    def copy(self, to, source, after: int):
+    def copy(self, arrival, after: int):
         streams = self.streams
         streams.blocked["copies"] = streams.blocked["copies"] | {after}
-        streams.copy([(to, source)])
+        streams.copy([(arrival.to, arrival.source)])
+        streams._put("copies", streams.copies, lambda: arrival.cell.fill_(arrival.entry))
         mark = streams.mark()
         return SimpleNamespace(query=lambda: mark in streams.done)
 

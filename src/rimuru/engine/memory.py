@@ -26,10 +26,27 @@ if TYPE_CHECKING:
     from .scheduler import Scheduler
 
 RECONSIDER = 16  # steps after which the boundary is looked at again without any demand
-PROMOTE_EVERY = 2  # steps; what a request will touch changes over a dozen of them
-PROMOTIONS = (4, 64)  # experts brought in after a ranking: at least, and at most
-PROMOTION_SHARE = 0.5  # of what the link carries between two rankings may go to promotions
+PROMOTIONS = (2, 64)  # experts brought in after a step: at least, and at most
+IDLE_SHARE = 0.75  # of the time that a step's misses leave the link may go to promotions
+DEAR_GAIN = 0.25  # touches a step; a copy that steps wait for is repaid where its gain is more
 MOVE_BYTES = 256 << 20  # of one page class moved at a time: 0.2 ms of an H200's memory, read and written
+
+
+def promotions_idle(step_seconds: float, missed: float, link_seconds: float) -> int:
+    """How many experts a step's misses leave the link time to bring in: those cost next to nothing.
+
+    missed: experts a step; link_seconds: what the link takes for one.
+    """
+    return int(IDLE_SHARE * max(0.0, step_seconds / link_seconds - missed))
+
+
+def promotions_worth(gains: np.ndarray, idle: int) -> np.ndarray:
+    """Which promotions to make, bool `[n]`: the first `idle`, and those that repay a copy steps wait for.
+
+    gains: how many more touches a step each will serve, the greatest first. What is ranked high is ranked too
+    high, and the next ranking undoes it: a gain lasts about `1 / DEAR_GAIN` steps.
+    """
+    return (np.arange(len(gains)) < idle) | (gains > DEAR_GAIN)
 
 
 class Experts(Protocol):
@@ -279,15 +296,7 @@ class Memory:
             return
         if self._steps - self._considered >= RECONSIDER or self.boundary.name == "swing":
             self._consider(scheduler, now, wanted=0)
-        due = self._steps % PROMOTE_EVERY == 0 or self.boundary.name == "swing"
-        if due or (scheduler.waiting and self._page_for_expert()):
-            self._promote()
-
-    def _page_for_expert(self) -> bool:
-        """Whether experts that should come back find a page, which else the next admission takes."""
-        if self.target <= int(np.count_nonzero(self.experts.resident | self.experts.in_flight)):
-            return False
-        return self.cache.allocator.obtainable(self.plan.expert_class) > 0
+        self._promote()
 
     def rest(self, scheduler: Scheduler, now: float) -> None:
         """Between requests: let the boundary give pages back to the experts."""
@@ -376,17 +385,20 @@ class Memory:
 
     def _promote(self) -> None:
         """Bring in the experts most worth it, as far as the boundary and free pages allow."""
-        experts = self.experts
+        experts, residency = self.experts, self.residency
         held = experts.resident | experts.in_flight
-        room = self.target - int(np.count_nonzero(held))
-        budget = self._promotion_budget()
-        if room > 0:
-            self._whole_pages(min(room, budget), min(room, 4 * budget))
-        swaps = self.residency.promotions(
-            held, budget, free=max(0, min(room, budget)), lendable=experts.lendable, in_use=experts.in_flight
+        room = max(0, self.target - int(np.count_nonzero(held)))
+        idle, most = self._promotions_allowed()
+        if room:
+            self._whole_pages(min(room, idle), min(room, 4 * idle))
+        swaps = residency.promotions(
+            held, most, free=min(room, most), lendable=experts.lendable, in_use=experts.in_flight
         )
         if not swaps:
             return
+        p = residency.probability()
+        gains = np.array([p[s.promote] - (0.0 if s.demote is None else p[s.demote]) for s in swaps])
+        swaps = [swap for swap, worth in zip(swaps, promotions_worth(gains, idle), strict=True) if worth]
         self.poison_freed()
         leaving = [s.demote for s in swaps if s.demote is not None]
         experts.demote(leaving)
@@ -394,15 +406,16 @@ class Memory:
         self.demotions += len(leaving)
         self.promotions += len(came)
 
-    def _promotion_budget(self) -> int:
-        """Experts that may be brought in now: the more, the more time steps leave the link."""
+    def _promotions_allowed(self) -> tuple[int, int]:
+        """Experts that may be brought in now: without asking what they gain, and at most."""
         least, most = PROMOTIONS
         if self.boundary.name == "swing":
-            return self.plan.experts_total
+            return self.plan.experts_total, self.plan.experts_total
         if self.cost is None or self.cost.card.link_bytes_s >= self.cost.card.hbm_bytes_s:
-            return least  # unknown, or one memory for both: copies would only cost
-        link = PROMOTION_SHARE * PROMOTE_EVERY * self.step_seconds * self.cost.card.link_bytes_s
-        return max(least, min(most, int(link / self._expert_bytes)))
+            return least, least  # unknown, or one memory for both: copies would only cost
+        link_seconds = self._expert_bytes / self.cost.card.link_bytes_s
+        idle = promotions_idle(self.step_seconds, self._missed, link_seconds)
+        return max(least, min(most, idle)), most
 
     def _whole_pages(self, experts: int, lot: int) -> None:
         """Where fewer than `experts` expert pages are free, make it `lot`, from pages reserved ahead, from

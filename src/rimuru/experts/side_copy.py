@@ -9,8 +9,13 @@ What is ordered by what, with steps launched ahead of their results:
   stream than the steps that may read the expert.
 - The same page goes to a promotion: the copy stream waits for an event recorded on the compute stream when
   the promotion is asked for. A page that a request gave back is covered alike.
-- A promoted expert is read in host memory until the host has seen its copy end; the table edit that names
-  the page is staged after that.
+- A promoted expert is read in host memory until its copy has ended, and then in its page: the copy stream
+  writes the device's table entry right behind the bytes. A step under way that comes to the layer after that
+  finds the page, and does not read over the link what has just crossed it. A step reads an entry once, and
+  before and after the bytes are the same.
+- That entry is written once, before the event. The host demotes no expert whose event it has not seen, so
+  what a demotion writes comes later. Of edits staged before the promotion one may come later too, and names
+  the host copy: right as well, and mended by the edit staged when the host sees the event.
 
 The link is one queue, and the copy engine knows no priorities. So promotions queue on the host: they are
 issued when the store is polled, and no more of them at a time than `ahead`, which bounds what streamed
@@ -19,13 +24,17 @@ prefill can find before it.
 
 from __future__ import annotations
 
-from collections import deque
+import ctypes
+import logging
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 
-from .store import Event
+from .store import Arrival, Event
+
+logger = logging.getLogger("rimuru.experts")
 
 
 class Lane(Protocol):
@@ -35,25 +44,46 @@ class Lane(Protocol):
         """A mark behind all work launched on the compute stream so far."""
         ...
 
-    def copy(self, to: torch.Tensor, source: torch.Tensor, after: Any) -> Event:
-        """Copy once the mark is reached; the event is behind the copy."""
+    def copy(self, arrival: Arrival, after: Any) -> Event:
+        """Copy once the mark is reached, then write the table entry; the event is behind both."""
         ...
 
 
 class CudaLane:
-    """`stream`, beside whichever stream is current. `source` must be page-locked, or the copy waits."""
+    """`stream`, beside whichever stream is current. Sources must be page-locked, or a copy waits.
+
+    Where the driver does not let a stream write memory, the entries are left to the host's edits.
+    """
 
     def __init__(self, stream: torch.cuda.Stream):
         self.stream = stream
+        self._write = _stream_write()
 
     def launched(self) -> torch.cuda.Event:
         return torch.cuda.current_stream(self.stream.device).record_event()
 
-    def copy(self, to: torch.Tensor, source: torch.Tensor, after: torch.cuda.Event) -> torch.cuda.Event:
+    def copy(self, arrival: Arrival, after: torch.cuda.Event) -> torch.cuda.Event:
         self.stream.wait_event(after)
         with torch.cuda.stream(self.stream):
-            to.copy_(source, non_blocking=True)
+            arrival.to.copy_(arrival.source, non_blocking=True)
+        if self._write is not None:
+            # Flags 0: with the driver's fence behind what the stream wrote before, for kernels that run now
+            # as well. A copy of eight bytes is ordered for its own stream, and no more is promised.
+            failed = self._write(self.stream.cuda_stream, arrival.cell.data_ptr(), arrival.entry, 0)
+            if failed:
+                logger.warning("streams cannot write memory here (error %d): promotions show later", failed)
+                self._write = None
         return self.stream.record_event()
+
+
+def _stream_write() -> Any:
+    """The driver's `cuStreamWriteValue64(stream, address, value, flags)`; None where it has none."""
+    try:
+        write = ctypes.CDLL("libcuda.so.1").cuStreamWriteValue64_v2
+    except (OSError, AttributeError):
+        return None
+    write.argtypes = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint
+    return write
 
 
 class _Asked:
@@ -78,7 +108,7 @@ class SideStreamCopy:
         if ahead < 1:
             raise ValueError(f"{ahead} experts at a time; at least 1 must be able to move")
         self._lane, self._ahead = lane, ahead
-        self._waiting: deque[tuple[torch.Tensor, torch.Tensor, Any, _Asked]] = deque()
+        self._waiting: deque[tuple[Arrival, Any, _Asked]] = deque()
         self._issued: deque[tuple[Event, _Asked]] = deque()
 
     @property
@@ -86,9 +116,9 @@ class SideStreamCopy:
         """Copies that have not ended, as far as the last `pump` saw."""
         return len(self._waiting) + len(self._issued)
 
-    def __call__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Event:
-        after, asked = self._lane.launched(), _Asked(self, len(pairs))
-        self._waiting.extend((to, source, after, asked) for to, source in pairs)
+    def __call__(self, arrivals: Sequence[Arrival]) -> Event:
+        after, asked = self._lane.launched(), _Asked(self, len(arrivals))
+        self._waiting.extend((arrival, after, asked) for arrival in arrivals)
         return asked
 
     def pump(self) -> None:
@@ -96,5 +126,11 @@ class SideStreamCopy:
         while self._issued and self._issued[0][0].query():
             self._issued.popleft()[1].left -= 1
         while self._waiting and len(self._issued) < self._ahead:
-            to, source, after, asked = self._waiting.popleft()
-            self._issued.append((self._lane.copy(to, source, after), asked))
+            arrival, after, asked = self._waiting.popleft()
+            self._issued.append((self._lane.copy(arrival, after), asked))
+
+    def check(self) -> None:
+        """Assert that no more is on its way than may be, and that every call waits for its own copies."""
+        assert len(self._issued) <= self._ahead, "more copies at a time than were allowed"
+        calls = Counter([call for _, call in self._issued] + [call for _, _, call in self._waiting])
+        assert all(call.left == n for call, n in calls.items()), "a call waits for another's copies"

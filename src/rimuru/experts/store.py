@@ -1,7 +1,7 @@
 """Where every expert lies: its host copy, its page in the pool, and the address the kernels read.
 
-Room: the experts as tenants of the pool. Rule: only this file moves expert bytes or stages edits of the
-EXPERT table; it decides nothing. The kernels read each expert where it lies, in the pool or in host
+Room: the experts as tenants of the pool. Rule: only this file has expert bytes moved or edits of the EXPERT
+table staged; it decides nothing. The kernels read each expert where it lies, in the pool or in host
 memory, so a demotion is one table edit and moves no bytes.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -33,14 +33,24 @@ class Event(Protocol):
     def query(self) -> bool: ...
 
 
-# Starts copying (destination, source) pairs of byte tensors; None where they are copied on return.
-Copy = Callable[[Sequence[tuple[torch.Tensor, torch.Tensor]]], Event | None]
+class Arrival(NamedTuple):
+    """An expert's way into the pool."""
+
+    to: torch.Tensor  # uint8 [page_bytes], its page
+    source: torch.Tensor  # the same bytes in host memory
+    cell: torch.Tensor  # int64 [], its entry in the device's EXPERT table
+    entry: int  # what belongs there once the page holds the bytes
 
 
-def copy_now(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+# Starts copying; None where the bytes have arrived on return. Whoever copies later may write the device's
+# entries itself, each after its bytes and before the event: both addresses hold the same expert then.
+Copy = Callable[[Sequence[Arrival]], Event | None]
+
+
+def copy_now(arrivals: Sequence[Arrival]) -> None:
     """Copy on the calling thread (or the current stream), complete for whatever is ordered after it."""
-    for to, source in pairs:
-        to.copy_(source)
+    for arrival in arrivals:
+        arrival.to.copy_(arrival.source)
 
 
 def lendable_within(pinned: int, page_bytes: int, lendable: int, total: int, resident: int) -> int:
@@ -72,7 +82,7 @@ class ExpertStore:
     many experts `fill_initial` brings into the pool.
 
     `table` is the EXPERT table, int64 `[layers, experts]` of raw addresses, those in host memory tagged
-    so. `copy` moves an expert's bytes into the pool; the table changes only when it is done. With
+    so. `copy` moves an expert's bytes into the pool; the mirror changes only when it is done. With
     `poison` a page given back is filled with NaN. On a GPU only page-locked memory can be read in
     place: raises `MemoryPlanError` where the machine locks less than the experts outside the pool need.
     """
@@ -258,12 +268,16 @@ class ExpertStore:
         for x, page in zip(coming, pages, strict=True):
             self._page[x] = page
         if coming:
-            done = copy([(self._pool_page(*x), self.host_page(*x)) for x in coming])
+            done = copy([self._arrival(x) for x in coming])
             if done is None:
                 self._arrive(coming)
             else:
                 self._arriving.append((done, coming))
         return coming
+
+    def _arrival(self, x: Expert) -> Arrival:
+        entry = int(self._pool_address(self._page[x]))
+        return Arrival(self._pool_page(*x), self.host_page(*x), self._table.device_table[x], entry)
 
     def _take(self, n: int) -> list[int]:
         """Up to `n` pages."""
