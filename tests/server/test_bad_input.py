@@ -70,6 +70,9 @@ def error_of(answer, status: int, param: str | None = None) -> str:
         ("n", 0, "from 1 to 128"),
         ("n", 1000, "from 1 to 128"),
         ("n", True, "integer"),
+        ("max_tokens", 4.5, "integer"),
+        ("max_tokens", "4", "integer"),
+        ("seed", 1e300, "whole number"),
         ("max_tokens", 0, " 0"),
         ("max_tokens", -5, "at least 1"),
         ("max_tokens", "many", "integer"),
@@ -214,6 +217,18 @@ def test_the_openai_library_raises_its_own_classes(live: Live) -> None:
         create(model="other", messages=HI)
     with pytest.raises(openai.BadRequestError):
         create(model="stub", messages=HI, temperature=-1.0, stream=True)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_whole_numbers_may_be_written_with_a_point(live: Live, path: str) -> None:
+    body = {"messages": HI} if path == CHAT else {"prompt": "hi"}
+    whole = {"max_tokens": 4, "min_tokens": 1, "n": 2, "seed": 7, "top_k": 5, "priority": 0}
+    answers = [
+        live.post(path, {**body, **{name: kind(value) for name, value in whole.items()}})
+        for kind in (int, float)
+    ]
+    assert [a.status_code for a in answers] == [200, 200], answers[1].text
+    assert answers[0].json()["usage"] == answers[1].json()["usage"]
 
 
 def test_a_request_the_engine_refuses_is_a_400_streamed_or_not(live: Live) -> None:

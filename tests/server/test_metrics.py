@@ -6,6 +6,7 @@ import itertools
 import re
 from pathlib import Path
 
+import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 import rimuru
@@ -153,6 +154,11 @@ def test_the_other_routes_of_operators_answer(serve) -> None:
     assert live.get("/load").json() == {"server_load": 0, "waiting": 0}
     assert live.get("/ping").status_code == live.post("/ping").status_code == 200
     assert live.get("/health").text == ""
+    for path in ("/health", "/ping", "/v1/models", "/metrics"):
+        answer = httpx.head(live.url + path)
+        assert (answer.status_code, answer.text) == (200, ""), path
+    assert httpx.head(live.url + "/v1/completions").status_code == 405
+    assert live.get("/v1/models/").json() == live.get("/v1/models").json()
     info = live.get("/server_info").json()
     assert (info["engine"]["max_model_len"], info["config"]) == (512, {"max_queue": 3})
     assert live.post("/reset_prefix_cache").json() == {"reset": True}

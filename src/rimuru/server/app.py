@@ -92,6 +92,8 @@ class Edge:
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["given_request_id"] = given if request_id == given else None
+        # HEAD is GET without the body, which the server below leaves out.
+        asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         status = 0
 
         async def tagged(message: Message) -> None:
@@ -102,17 +104,17 @@ class Edge:
             await send(message)
 
         try:
-            error = self._refusal(scope, headers)
+            error = self._refusal(asked, headers)
             if error is not None:
-                await _json_error(error)(scope, receive, tagged)
+                await _json_error(error)(asked, receive, tagged)
             else:
-                await self.app(scope, receive, tagged)
+                await self.app(asked, receive, tagged)
         except Exception:
             # Starlette answers a crash with 500 and raises it again, for the server to log; it is logged.
             if not status:
                 raise
         finally:
-            route = getattr(scope.get("route"), "path", "other")
+            route = getattr(asked.get("route"), "path", "other")
             self.frontend.metrics.http[route, scope["method"], status or 499] += 1
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiError | None:
@@ -215,6 +217,8 @@ def _add_models(app: FastAPI, frontend: Frontend) -> None:
     @app.get("/v1/models")
     async def models() -> Any:
         return {"object": "list", "data": [card(name) for name in frontend.settings.served_names]}
+
+    app.get("/v1/models/", include_in_schema=False)(models)
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from rimuru.engine.request import MAX_COUNT, MAX_LOGPROBS, MAX_SEED, SamplingParams
 from rimuru.errors import RequestError
@@ -22,8 +22,15 @@ from .structured import grammar_of
 
 log = logging.getLogger("rimuru.server")
 
+
+def _whole(value: Any) -> Any:
+    """4.0 is a whole number, as JSON (and vLLM) has it; 4.5, "4" and true are not."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Int = Annotated[int, BeforeValidator(_whole)]
 # What crosses to the engine as a 64-bit number; narrower limits are the engine's to name.
-Whole = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Whole = Annotated[int, BeforeValidator(_whole), Field(ge=-(2**63), le=2**63 - 1)]
 
 
 def _limits(**keywords: float) -> Any:
@@ -32,7 +39,7 @@ def _limits(**keywords: float) -> Any:
 
 
 Tokens = Annotated[Whole | None, _limits(minimum=1)]
-Logprobs = Annotated[int | None, _limits(minimum=0, maximum=MAX_LOGPROBS)]
+Logprobs = Annotated[Int | None, _limits(minimum=0, maximum=MAX_LOGPROBS)]
 Penalty = Annotated[float | None, _limits(minimum=-2, maximum=2)]
 
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # a model may suggest these
@@ -66,10 +73,10 @@ class GenerationBody(Body):
     model: str | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    n: Annotated[int | None, _limits(minimum=1, maximum=128)] = 1
+    n: Annotated[Int | None, _limits(minimum=1, maximum=128)] = 1
     temperature: Annotated[float | None, _limits(minimum=0, maximum=100)] = None
     top_p: Annotated[float | None, _limits(exclusiveMinimum=0, maximum=1)] = None
-    seed: Annotated[int | None, _limits(minimum=-MAX_SEED - 1, maximum=MAX_SEED)] = None
+    seed: Annotated[Int | None, _limits(minimum=-MAX_SEED - 1, maximum=MAX_SEED)] = None
     stop: str | list[str] | None = None
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
@@ -77,7 +84,7 @@ class GenerationBody(Body):
     max_tokens: Tokens = None
     user: str | None = None  # a label of the client's; nothing here depends on it
 
-    top_k: Annotated[int | None, _limits(minimum=-1, maximum=MAX_COUNT)] = None
+    top_k: Annotated[Int | None, _limits(minimum=-1, maximum=MAX_COUNT)] = None
     min_p: Annotated[float | None, _limits(minimum=0, maximum=1)] = None
     repetition_penalty: Annotated[float | None, _limits(minimum=0.01, maximum=100)] = None
     ignore_eos: bool = False
@@ -102,7 +109,7 @@ class GenerationBody(Body):
 
     # Named so that they are refused instead of passed over.
     use_beam_search: bool | None = False
-    best_of: int | None = None
+    best_of: Int | None = None
     logits_processors: Any = None
     bad_words: list[str] | None = None
     return_tokens_as_token_ids: bool | None = False
