@@ -66,7 +66,11 @@ def run_policies(args: argparse.Namespace) -> int:
         sims[policy] = sim
         results[policy] = summary(sim, ttft_slo_ms=ttft, itl_slo_ms=itl)
     if args.plots:
-        title = f"{Path(args.model).name} on {hardware.card.name}, {Path(args.trace).stem}"
+        rate = "" if args.rate is None else f", {args.rate:g} a second"
+        title = (
+            f"{Path(args.model).name} on {hardware.card.name} at {sim.plan.device_bytes / 1e9:.1f} GB: "
+            f"{len(arrivals):,} requests of {Path(args.trace).stem}{rate}"
+        )
         Path(args.plots).write_text(plots(title, sims), encoding="utf-8")
     if args.json:
         given = assumptions(next(iter(sims.values())), hardware)

@@ -16,7 +16,8 @@ from rimuru.errors import ConfigError
 from .engine import Hardware, Simulation
 from .svg import Line, Panel, page
 
-POINTS = 600  # a curve's points; more would not show
+POINTS = 240  # of a curve, and slices of time that they stand for; more would not show
+DOTS = 600
 
 
 def summary(
@@ -130,8 +131,10 @@ def plots(title: str, sims: Mapping[str, Simulation]) -> str:
         s = sim.series
         if not s.clock:
             continue
-        cuts = np.unique(np.linspace(0, len(s.clock), min(POINTS, len(s.clock)) + 1).astype(int))
-        starts, clock = cuts[:-1], np.asarray(s.clock)[cuts[1:] - 1]
+        clock = np.asarray(s.clock)
+        slices = np.floor(clock / clock[-1] * POINTS)  # a step belongs to the one in which it ends
+        starts = np.flatnonzero(np.diff(slices, prepend=-1.0))
+        ends = np.append(starts[1:], len(clock))
         seconds = np.add.reduceat(np.asarray(s.seconds), starts)
 
         def most(values: Sequence[float], starts: np.ndarray = starts) -> list[float]:
@@ -140,9 +143,9 @@ def plots(title: str, sims: Mapping[str, Simulation]) -> str:
         def total(values: Sequence[float], starts: np.ndarray = starts) -> np.ndarray:
             return np.add.reduceat(np.asarray(values, float), starts)
 
-        x = clock.tolist()
+        x = clock[ends - 1].tolist()
         lent = sim.plan.experts_total - np.minimum.reduceat(np.asarray(s.resident), starts)
-        steps = np.diff(cuts)
+        steps = ends - starts
         add("running", Line(name, x, most(s.running), steps=True))
         add("waiting", Line(name, x, most(s.waiting), steps=True))
         add("lent", Line(name, x, lent.tolist(), steps=True))
@@ -151,17 +154,17 @@ def plots(title: str, sims: Mapping[str, Simulation]) -> str:
         add("step", Line(name, x, (seconds / steps * 1e3).tolist()))
         add("rate", Line(name, x, (total(s.outputs) / seconds).tolist()))
         add("link", Line(name, x, (total(s.link_bytes) / seconds / 1e9).tolist()))
-        firsts = sim.first_tokens[:: max(1, len(sim.first_tokens) // POINTS)]
-        add("ttft", Line(name, [at for at, _ in firsts], [wait for _, wait in firsts], dots=True))
+        firsts = sim.first_tokens[:: max(1, len(sim.first_tokens) // DOTS)]
+        add("ttft", Line(name, [at + wait for at, wait in firsts], [wait for _, wait in firsts], dots=True))
     panels = [
-        Panel("Requests running", "requests", curves.get("running", [])),
-        Panel("Requests waiting", "requests", curves.get("waiting", [])),
-        Panel("Boundary: experts lent to KV", "experts", curves.get("lent", [])),
+        Panel("Running", "requests", curves.get("running", [])),
+        Panel("Waiting", "requests", curves.get("waiting", [])),
+        Panel("Boundary: lent to KV", "experts", curves.get("lent", [])),
         Panel("KV in use", "tokens", curves.get("kv", [])),
-        Panel("Step time", "ms, mean", curves.get("step", []), log=True),
+        Panel("Step time", "ms", curves.get("step", []), log=True),
         Panel("Output", "tokens/s", curves.get("rate", [])),
         Panel("Link use, host to device", "GB/s", curves.get("link", [])),
-        Panel("Time to first token, by arrival", "s", curves.get("ttft", []), log=True),
+        Panel("Time to first token, when it came", "s", curves.get("ttft", []), log=True),
     ]
     return page(title, panels)
 

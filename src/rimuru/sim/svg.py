@@ -9,9 +9,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#888888")
+# Told apart by the colour-blind too (after Okabe and Ito), on white and on black: light, dark.
+COLOURS = (
+    ("#0072b2", "#4fa8e8"), ("#d55e00", "#ff8a3d"), ("#009e73", "#2fd0a0"), ("#b0578d", "#e79ac8"),
+    ("#7a6a00", "#e6d34a"), ("#56b4e9", "#9adcff"), ("#000000", "#ffffff"), ("#888888", "#888888"),
+)  # fmt: skip
+LIGHT = {"bg": "#ffffff", "ink": "#1a1a1a", "dim": "#5c5c5c", "grid": "#dddddd"}
+DARK = {"bg": "#14161a", "ink": "#e8e8e8", "dim": "#a8a8a8", "grid": "#33373d"}
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 34, 34  # around a panel's plot area
+WIDEST, THINNER = 2.8, 0.6  # the first curve's stroke; later ones are thinner, so that equal curves show
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +54,23 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
     return [round(i * step, 12) for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
+def log_marks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times powers of ten from just below `low` to just above `high`, the powers alone if many."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for leading in ((1, 2, 5), (1,)):
+        marks = [float(f"{m}e{d}") for d in decades for m in leading]
+        first = max(i for i, mark in enumerate(marks) if mark <= low)
+        last = next((i for i, mark in enumerate(marks) if mark >= high and i > first), len(marks) - 1)
+        if last - first < 10:
+            break
+    return marks[first : last + 1]
+
+
 def label(value: float, highest: float) -> str:
     """A short label of an axis that goes up to `highest`."""
-    return f"{value / 1000:g}k" if highest >= 10_000 and value else f"{value:g}"
+    if highest >= 10_000 and value:
+        return f"{value / 1000:g}k"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:g}"
 
 
 def page(
@@ -56,36 +78,47 @@ def page(
 ) -> str:
     """All panels in a grid with one legend, the x axis being seconds."""
     names = list(dict.fromkeys(line.name for panel in panels for line in panel.lines))
-    colour = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
+    order = {name: i for i, name in enumerate(names)}
     seconds = max((x for panel in panels for line in panel.lines for x in line.x), default=0.0) or 1.0
     rows = -(-len(panels) // columns)
     head = 62
     total_w, total_h = columns * width, head + rows * height + 8
+    size = f'width="{total_w}" height="{total_h}" viewBox="0 0 {total_w} {total_h}"'
     out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{total_w}" height="{total_h}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">',
+        f"<title>{escape(title)}</title>",
+        f"<style>{_rules(LIGHT, 0)}@media (prefers-color-scheme: dark){{{_rules(DARK, 1)}}}</style>",
         '<g font-family="Helvetica, Arial, sans-serif" font-size="12">',
-        f'<rect width="{total_w}" height="{total_h}" fill="#ffffff"/>',
-        f'<text x="16" y="24" font-size="16" font-weight="bold">{escape(title)}</text>',
+        f'<rect class="bg" width="{total_w}" height="{total_h}"/>',
+        f'<text class="ink" x="16" y="24" font-size="16" font-weight="bold">{escape(title)}</text>',
     ]
     x = 16.0
-    for name in names:
-        out.append(f'<rect x="{x:.0f}" y="38" width="18" height="4" fill="{colour[name]}"/>')
-        out.append(f'<text x="{x + 24:.0f}" y="45">{escape(name)}</text>')
+    for name, i in order.items():
+        colour = f"c{i % len(COLOURS)}"
+        out.append(f'<path class="{colour}" d="M{x:.0f} 41h18" stroke-width="4"/>')
+        out.append(f'<text class="ink" x="{x + 24:.0f}" y="45">{escape(name)}</text>')
         x += 44 + 7.2 * len(name)
     for i, panel in enumerate(panels):
         left, top = i % columns * width, head + i // columns * height
         out.append(f'<g transform="translate({left},{top})">')
-        out += _panel(panel, colour, seconds, width, height)
+        out += _panel(panel, order, seconds, width, height)
         out.append("</g>")
     out.append("</g></svg>")
     return "\n".join(out) + "\n"
 
 
-def _panel(panel: Panel, colour: dict[str, str], x_high: float, width: int, height: int) -> list[str]:
+def _rules(theme: dict[str, str], column: int) -> str:
+    rules = [f".bg{{fill:{theme['bg']}}}", f".ink{{fill:{theme['ink']}}}", f".dim{{fill:{theme['dim']}}}"]
+    rules += [f".grid{{stroke:{theme['grid']}}}", f".axis{{stroke:{theme['dim']}}}"]
+    rules += [f".c{i}{{stroke:{pair[column]}}}" for i, pair in enumerate(COLOURS)]
+    return "".join(rules)
+
+
+def _panel(panel: Panel, order: dict[str, int], x_high: float, width: int, height: int) -> list[str]:
     ys = [y for line in panel.lines for y in line.y if y > 0 or not panel.log]
-    y_high = max(ys, default=1.0) or 1.0
-    y_low = min(ys, default=1.0) if panel.log else 0.0
-    y_high = max(y_high * (1.0 if panel.log else 1.06), y_low * 1.01)
+    high = max(ys, default=1.0) or 1.0
+    marks = log_marks(min(ys, default=1.0), high) if panel.log else ticks(0, high * 1.06, 5)
+    y_low, y_high = (marks[0], marks[-1]) if panel.log else (0.0, high * 1.06)
     right, bottom = width - RIGHT, height - BOTTOM
 
     def px(x: float) -> float:
@@ -95,36 +128,34 @@ def _panel(panel: Panel, colour: dict[str, str], x_high: float, width: int, heig
         share = math.log(max(y, y_low) / y_low) / math.log(y_high / y_low) if panel.log else y / y_high
         return bottom - share * (bottom - TOP)
 
-    out = [f'<text x="{LEFT}" y="{TOP - 12}" font-weight="bold">{escape(panel.title)}</text>']
-    out.append(f'<text x="{right}" y="{TOP - 12}" text-anchor="end" fill="#666">{escape(panel.unit)}</text>')
-    if panel.log:
-        decades = range(math.floor(math.log10(y_low)), math.ceil(math.log10(y_high)) + 1)
-        marks = [m * 10.0**d for d in decades for m in (1, 2, 5) if y_low <= m * 10.0**d <= y_high]
-    else:
-        marks = ticks(0, y_high, 5)
+    unit = escape(panel.unit + (", log scale" if panel.log else ""))
+    unit = f'<tspan class="dim" font-weight="normal" dx="8">{unit}</tspan>'
+    title = f"{escape(panel.title)}{unit}"
+    out = [f'<text class="ink" x="{LEFT}" y="{TOP - 12}" font-weight="bold">{title}</text>']
     for y in marks:
         at = py(y)
-        out.append(f'<path d="M{LEFT} {at:.1f}H{right}" stroke="#ddd"/>')
+        out.append(f'<path class="grid" d="M{LEFT} {at:.1f}H{right}"/>')
         text = label(y, y_high)
-        out.append(f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end" fill="#444">{text}</text>')
+        out.append(f'<text class="dim" x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{text}</text>')
     for x in ticks(0, x_high, 7):
         at = px(x)
-        out.append(f'<path d="M{at:.1f} {bottom}v4" stroke="#888"/>')
-        out.append(f'<text x="{at:.1f}" y="{bottom + 17}" text-anchor="middle" fill="#444">{x:g} s</text>')
-    out.append(f'<path d="M{LEFT} {bottom}H{right}" stroke="#888"/>')
+        out.append(f'<path class="axis" d="M{at:.1f} {bottom}v4"/>')
+        out.append(f'<text class="dim" x="{at:.1f}" y="{bottom + 17}" text-anchor="middle">{x:g} s</text>')
+    out.append(f'<path class="axis" d="M{LEFT} {bottom}H{right}"/>')
     for line in panel.lines:
         points = [(px(x), py(y)) for x, y in zip(line.x, line.y, strict=True)]
         if not points:
             continue
+        style = f'stroke-width="{max(1.2, WIDEST - THINNER * order[line.name]):.1f}" stroke-linejoin="round"'
         if line.dots:
             path = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in points)
-            style = 'stroke-width="3" stroke-linecap="round" stroke-opacity="0.6"'
+            style = 'stroke-width="3.2" stroke-linecap="round" stroke-opacity="0.6"'
         elif line.steps:
-            x, y = points[0]
-            path = f"M{x:.1f} {y:.1f}" + "".join(f"H{x:.1f}V{y:.1f}" for x, y in points[1:])
-            style = 'stroke-width="1.3"'
+            changes = [points[0], *(b for a, b in pairwise(points) if b[1] != a[1])]
+            x, y = changes[0]
+            path = f"M{x:.1f} {y:.1f}" + "".join(f"H{x:.1f}V{y:.1f}" for x, y in changes[1:])
+            path += f"H{points[-1][0]:.1f}"
         else:
             path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
-            style = 'stroke-width="1.3"'
-        out.append(f'<path d="{path}" fill="none" stroke="{colour[line.name]}" {style}/>')
+        out.append(f'<path class="c{order[line.name] % len(COLOURS)}" d="{path}" fill="none" {style}/>')
     return out
