@@ -69,6 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     http.add_argument("--stream-interval", type=int, default=1, metavar="N", help="tokens in one chunk")
     http.add_argument("--scheduling-policy", choices=["fcfs", "priority"], default="priority",
                       help="fcfs refuses requests that set a priority")  # fmt: skip
+    http.add_argument("--engine-process", action=argparse.BooleanOptionalAction, default=True,
+                      help="run the engine in a process of its own")  # fmt: skip
     http.add_argument("--enable-log-requests", action="store_true")
     http.add_argument("--disable-log-stats", action="store_true", help="no line every 10 s")
     http.add_argument(
@@ -92,8 +94,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text.add_argument("--override-generation-config", type=_json_object, default={}, metavar="JSON")
 
     add_engine_arguments(parser)
-    parser.add_argument("--engine-process", action=argparse.BooleanOptionalAction, default=True,
-                        help="run the engine in a process of its own")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
