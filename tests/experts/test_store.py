@@ -132,6 +132,20 @@ def test_promotion_stops_where_the_pool_ends_and_says_what_came():
     house.check()
 
 
+def test_the_first_asked_get_pages_and_the_first_layers_are_copied_first():
+    later = Later()
+    house = House(4, 12, 0, copy=later)
+    asked = [(2, 0), (0, 3), (1, 1), (0, 2), (2, 1), (1, 3), (0, 0), (0, 1), (1, 0)]
+    came = house.store.promote(asked)
+    assert came == asked[: house.pages]
+    ((arrivals, _),) = later.open
+    hosts = [house.store.host_page(*x).data_ptr() for x in sorted(came)]
+    assert [a.source.data_ptr() for a in arrivals] == hosts
+    assert [a.cell.data_ptr() for a in arrivals] == [
+        house.table.device_table[x].data_ptr() for x in sorted(came)
+    ]
+
+
 def test_a_demoted_page_serves_kv_and_the_expert_is_read_from_host_memory():
     house = House(2, 12, 0)
     came = house.store.promote([(0, 0), (0, 1), (0, 2), (0, 3)])

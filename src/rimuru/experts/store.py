@@ -268,7 +268,8 @@ class ExpertStore:
         for x, page in zip(coming, pages, strict=True):
             self._page[x] = page
         if coming:
-            done = copy([self._arrival(x) for x in coming])
+            # In the order of the layers: a step under way may find an expert before it comes to its layer.
+            done = copy([self._arrival(x) for x in sorted(coming)])
             if done is None:
                 self._arrive(coming)
             else:
