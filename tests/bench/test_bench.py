@@ -217,6 +217,7 @@ def test_throughput_counts_what_was_served_and_says_with_what(
     assert result["output_tokens_per_second"] == pytest.approx(6 * 5 / result["elapsed_time"])
     assert 0 < result["mean_ttft_ms"] <= result["p99_ttft_ms"] <= result["elapsed_time"] * 1e3
     assert result["steps"] >= 5
+    assert result["peak_running"] == 6
     assert 2 <= result["touched_per_layer"] <= 8
     assert (result["experts_resident"], result["experts_total"], result["missed_share"]) == (16, 16, 0)
     assert 0 < result["device_memory_bytes"] <= result["device_memory_cap_bytes"] == 100_000_000

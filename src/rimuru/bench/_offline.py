@@ -31,6 +31,8 @@ def parser(name: str, about: str | None) -> argparse.ArgumentParser:
     """`rimuru bench NAME` with the engine's flags and those of the report."""
     out = argparse.ArgumentParser(prog=f"rimuru bench {name}", description=(about or "").split("\n")[0])
     out.add_argument("--model", required=True, help="local folder, Hub id, or 'demo'")
+    out.add_argument("--disable-detokenize", "--skip-tokenizer-init", action="store_true",
+                     help="make no text of the outputs; always so where there is no tokenizer")  # fmt: skip
     out.add_argument("--output-json", metavar="FILE", help="write the result there too")
     out.add_argument("--json", action="store_true", help="print JSON instead of text")
     add_engine_arguments(out)
@@ -42,7 +44,7 @@ def load(args: argparse.Namespace) -> tuple[LLM, float]:
     config = engine_config(args)
     began = time.perf_counter()
     options = {name: getattr(config, name) for name in config.__slots__ if name != "model"}
-    llm = LLM(config.model, skip_tokenizer_init=True, **options)
+    llm = LLM(config.model, skip_tokenizer_init=args.disable_detokenize, **options)
     return llm, time.perf_counter() - began
 
 
@@ -50,12 +52,14 @@ def load(args: argparse.Namespace) -> tuple[LLM, float]:
 class Load:
     """What serving some requests took: seconds, one `ttft` a request, and means over the steps.
 
-    `touched`: experts a layer that a step read; `missed`: the share of them that lay in host memory.
+    `running`: the most requests at once; `touched`: experts a layer that a step read; `missed`: the share of
+    them that lay in host memory.
     """
 
     seconds: float
     ttft: list[float]
     output_tokens: int
+    running: int
     steps: int
     touched: float
     missed: float
@@ -102,7 +106,7 @@ def serve(llm: LLM, planned: Sequence[Planned], prompts: Sequence[list[int]], se
     """
     outputs: list[RequestOutput] = []
     first: dict[str, float] = {}
-    counters, began, at = Counters(llm), time.perf_counter(), 0
+    counters, began, at, running = Counters(llm), time.perf_counter(), 0, 0
     while at < len(planned) or llm.has_unfinished_requests:
         now = time.perf_counter() - began
         while at < len(planned) and planned[at].at <= now:
@@ -113,6 +117,7 @@ def serve(llm: LLM, planned: Sequence[Planned], prompts: Sequence[list[int]], se
             time.sleep(min(5e-4, planned[at].at - now))
             continue
         grown = llm.step()
+        running = max(running, len(llm.core.scheduler.running))
         now = time.perf_counter() - began
         for output in grown:
             first.setdefault(output.request_id, now)
@@ -123,7 +128,7 @@ def serve(llm: LLM, planned: Sequence[Planned], prompts: Sequence[list[int]], se
     steps, touched, missed = counters.read()
     ttft = [first[o.request_id] - p.at for o, p in zip(outputs, planned, strict=True)]
     made = sum(len(o.outputs[0].token_ids) for o in outputs)
-    return Load(seconds, ttft, made, steps, touched, missed)
+    return Load(seconds, ttft, made, running, steps, touched, missed)
 
 
 def facts(llm: LLM, start_seconds: float) -> dict[str, Any]:

@@ -39,6 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         "tokens_per_second": total / load.seconds,
         "output_tokens_per_second": load.output_tokens / load.seconds,
         **load.ttft_ms(),
+        "peak_running": load.running,
         "steps": load.steps,
         "touched_per_layer": load.touched,
         "missed_share": load.missed,
@@ -49,7 +50,8 @@ def main(argv: list[str] | None = None) -> int:
         result,
         f"{result['requests_per_second']:.2f} requests/s, {result['tokens_per_second']:.1f} tokens/s, "
         f"{result['output_tokens_per_second']:.1f} output tokens/s\n"
-        f"TTFT mean {result['mean_ttft_ms']:.1f} ms, p99 {result['p99_ttft_ms']:.1f} ms\n"
+        f"TTFT mean {result['mean_ttft_ms']:.1f} ms, p99 {result['p99_ttft_ms']:.1f} ms; at most "
+        f"{load.running} requests running\n"
         f"{load.steps} steps touched {load.touched:.1f} of {result['experts_per_layer']} experts a layer and "
         f"missed {load.missed:.1%} of them",
     )
