@@ -41,7 +41,7 @@ from .batch import BatchBuilder
 from .budget import PromptBudget
 from .client import EngineInfo
 from .config import EngineConfig
-from .device import available_memory, choose_device, choose_dtype, host_available
+from .device import available_memory, choose_device, choose_dtype, host_available, small_stacks
 from .dummy_routing import make_dummy_routing
 from .grammar import Grammars
 from .graphs import GraphRunner
@@ -131,6 +131,8 @@ class EngineCore:
         path = resolve_model(config.model, config.revision, local=local_models(), weights=weights)
         self.model_config = model = load_model_config(path)
         self.device = choose_device(config.device)
+        if self.device.type == "cuda":
+            small_stacks(self.device)
         self.dtype = choose_dtype(config.dtype, model.dtype)
         self.plan = _plan(config, model, self.device, self.dtype)
         self._embedding = self._embedding_aside(model)
@@ -425,6 +427,7 @@ class EngineCore:
         """Take in what a step chose and touched."""
         plan = ended.plan
         result, touched = ended.result()
+        self.store.poll()  # what arrived while it ran was read in its page for most of the layers
         now = time.monotonic()
         took = now - max(launched_at, self._updated_at)  # the device had the step before to finish
         self._updated_at = now

@@ -28,9 +28,9 @@ from .config import EngineConfig
 
 FIXED_KINDS = ("sliding", "window")  # attention whose KV does not grow with a request
 GRAPH_TOKENS = 512  # of the largest captured step
-# What a CUDA context, loaded kernels, cuBLAS and captured graphs take beside torch's allocations (0.82 GB on
-# an H200, 0.65 of it the context), and torch's reserved bytes over those counted: it loses some between them.
-GPU_DRIVER = 848 << 20
+# What a CUDA context, loaded kernels, cuBLAS and captured graphs take beside torch's allocations (0.61 GB on
+# an H200, 0.44 of it the context), and torch's reserved bytes over those counted: it loses some between them.
+GPU_DRIVER = 648 << 20
 GPU_SLACK = 1.3
 GPU_LOST = 96 << 20
 FEW_ROWS = 32  # rows of logits of which copies exist at one time
@@ -411,12 +411,13 @@ def plan_memory(
         )  # fmt: skip
 
     huge, capacity = lay_out()
-    if lendable and not device_is_host and reserve is None and policy.start(capacity) < total:
-        # Where all experts begin resident those lent later are few, and read in place.
-        streaming = STREAM_PAGES * expert_bytes
-        huge, capacity = lay_out()
-    fixed += streaming
     floor = policy.least_resident(capacity)
+    if lendable and not device_is_host and reserve is None:
+        # Where all experts begin resident those lent later are few, and read in place.
+        if huge < roots(floor, least_blocks) or policy.start(capacity) < total:
+            streaming = STREAM_PAGES * expert_bytes
+            huge, capacity = lay_out()
+    fixed += streaming
     if huge < roots(floor, least_blocks):
         parts = [
             ("weights outside the pool", weights, ""),
@@ -443,13 +444,25 @@ def plan_memory(
         if least_blocks < blocks:
             whole = starts + (roots(floor, blocks) - roots(floor, least_blocks)) * geometry.huge_bytes
             advice.append(f"with one request of full length, {max_len:,} tokens: --device-memory {whole}")
+
+        def starts_with(**changes: object) -> bool:
+            try:
+                plan_memory(
+                    replace(config, **changes), sizes, device_available=device_available,  # type: ignore[arg-type]
+                    host_available=host_available, device_is_host=device_is_host, reserve=reserve,
+                )  # fmt: skip
+            except MemoryPlanError:
+                return False
+            return True
+
         if config.memory_policy in ("fixed", "static"):
-            advice.append("or --memory-policy reactive: experts that do not fit stay in host memory")
-        elif lendable < total:
-            every = total * expert_bytes
+            if starts_with(memory_policy="reactive", resident_experts=None):
+                advice.append("or --memory-policy reactive: experts that do not fit stay in host memory")
+        elif lendable < total and starts_with(host_memory=(every := total * expert_bytes)):
+            given = "by default it is what this machine can spare" if config.host_memory is None else "now"
             advice.append(
-                f"or --host-memory {every} ({show(every)}), so that every expert may leave the device; by "
-                f"default it is what this machine can spare, {show(lendable * expert_bytes)}"
+                f"or --host-memory {every} ({show(every)}), so that every expert may leave the device; "
+                f"{given}, {show(lendable * expert_bytes)}"
             )
         raise MemoryPlanError(_refusal(config, cap, parts, advice))
     resident = policy.start(capacity)
