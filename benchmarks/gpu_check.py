@@ -1,9 +1,11 @@
 """Check every GPU kernel against its twin on fresh random data, then time it against its bars.
 
     PYTHONPATH=src python benchmarks/gpu_check.py [--only moe,host_memory] [--json out.json]
+    PYTHONPATH=src python benchmarks/gpu_check.py --only engines
 
 Needs torch, triton and a GPU; none of the server's dependencies. Every module of `checks/` is a
-section: its `run(report)` checks first and times second.
+section: its `run(report)` checks first and times second. The kernels' take some four minutes, those of
+whole engines, which `--only engines` runs, up to ten.
 """
 
 from __future__ import annotations
@@ -22,13 +24,20 @@ import triton
 from harness import Report
 
 
+ENGINES = ("engine", "decode", "offload", "load")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = sorted(m.name for m in pkgutil.iter_modules(checks.__path__))
-    parser.add_argument("--only", help=f"comma-separated sections, of {', '.join(names)}")
+    groups = {"kernels": [n for n in names if n not in ENGINES], "engines": list(ENGINES)}
+    parser.add_argument(
+        "--only", default="kernels",
+        help=f"comma-separated sections, of {', '.join(names)}, or kernels (the default) or engines",
+    )  # fmt: skip
     parser.add_argument("--json", help="write all checks and bars here")
     args = parser.parse_args()
-    chosen = args.only.split(",") if args.only else names
+    chosen = [section for name in args.only.split(",") for section in groups.get(name, [name])]
     if unknown := set(chosen) - set(names):
         parser.error(f"unknown section {', '.join(sorted(unknown))}; there are {', '.join(names)}")
     if not torch.cuda.is_available():
