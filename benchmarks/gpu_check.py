@@ -23,7 +23,6 @@ import torch
 import triton
 from harness import Report
 
-
 ENGINES = ("engine", "decode", "offload", "load")
 
 
