@@ -57,7 +57,8 @@ class HostMemory:
 
     def _touch(self, nbytes: int) -> None:
         """Have the system give the first `nbytes` their pages."""
-        pages, step = self.tensor.numpy(), 64 << 20
+        # Small memory is spread over the threads too: a huge page takes most of a millisecond.
+        pages, step = self.tensor.numpy(), min(64 << 20, max(1, nbytes // threads() // HUGE) * HUGE)
 
         def touch(start: int) -> None:
             pages[start : min(start + step, nbytes) : mmap.PAGESIZE] = 0

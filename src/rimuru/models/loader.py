@@ -10,10 +10,12 @@ time, whether the files hold them one by one or stacked.
 
 from __future__ import annotations
 
+import gc
 import re
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -225,7 +227,7 @@ def load_weights(
     named in one message), and with the file's name where a file is corrupt.
     """
     folder = Path(folder)
-    with Transfer(model.device) as transfer:
+    with _no_collection(), Transfer(model.device) as transfer:
         stored = [tensor for file in weight_files(folder) for tensor in read_header(file)]
         plan = _Plan(model.config, model, stored)
         plan.check(folder)
@@ -236,6 +238,19 @@ def load_weights(
                 progress("loading weights", nbytes / total)
 
         transfer.run(plan.pieces(expert_sink), on_done)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage is collected: all that a load makes lives to its end, and one full collection takes 0.1 s,
+    half of what 9 GB take out of the page cache."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def dummy_weights(

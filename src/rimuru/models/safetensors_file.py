@@ -12,6 +12,7 @@ import json
 import struct
 from dataclasses import dataclass
 from math import prod
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ import torch
 from rimuru.errors import CheckpointError
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+_ITEMSIZE = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 _MAX_HEADER = 1 << 28  # bytes; the largest checkpoints in use have headers of a few MiB
 
 
@@ -58,16 +60,14 @@ def read_header(file: Path) -> list[StoredTensor]:
             if name == "__metadata__":
                 continue
             start, end = map(int, entry["data_offsets"])
-            shape = tuple(int(n) for n in entry["shape"])
-            found.append(
-                StoredTensor(name, file, str(entry["dtype"]), shape, 8 + length + start, end - start)
-            )
+            shape = tuple(map(int, entry["shape"]))
+            found.append(StoredTensor(name, file, str(entry["dtype"]), shape, data + start, end - start))
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
         raise corrupt("the header is not that of a safetensors file") from None
-    found.sort(key=lambda t: t.start)
+    found.sort(key=attrgetter("start"))
     at = data
     for t in found:
-        wide = DTYPES[t.dtype].itemsize if t.dtype in DTYPES else None
+        wide = _ITEMSIZE.get(t.dtype)
         if t.start != at or t.nbytes < 0 or (wide is not None and t.nbytes != prod(t.shape) * wide):
             raise corrupt(f"the offsets of {t.name} do not fit its shape or its neighbours")
         at += t.nbytes

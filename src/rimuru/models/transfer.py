@@ -70,7 +70,7 @@ class Transfer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pool.shutdown()
+        self._pool.shutdown(wait=False)  # none works any more, and threads that used a GPU end slowly
         self._memory.result().close()
 
     def run(self, pieces: Iterable[Piece], progress: Callable[[int], None]) -> None:
@@ -88,14 +88,14 @@ class Transfer:
         def work(worker: int) -> None:
             memory = self._memory.result().tensor.chunk(self._workers)[worker]
             ranges.move(memory)  # returns when all others are known too
-            buffers = [_Buffer(half, self._gpu) for half in memory.chunk(2)]
+            buffers: list[_Buffer] = []
             while not ranges.stopped and (job := next(todo, None)) is not None:
-                buffers.reverse()
+                buffers = buffers[::-1] or [_Buffer(half, self._gpu) for half in memory.chunk(2)]
                 _convert(*job, buffers[0])
                 converted[worker] += job[0].end - job[0].start
 
+        tasks = [self._pool.submit(work, i) for i in range(self._workers)]
         try:
-            tasks = [self._pool.submit(work, i) for i in range(self._workers)]
             for piece in _cut(pieces, self._size):
                 file = piece.stored.file
                 if file not in files:
@@ -110,11 +110,11 @@ class Transfer:
             ranges.stop()
             for task in tasks:
                 task.result()
-            if self._gpu is not None:
+            if others and self._gpu is not None:
                 torch.cuda.synchronize(self._gpu)
         finally:
             ranges.stop()
-            self._pool.shutdown()
+            wait(tasks)
             for descriptor in files.values():
                 os.close(descriptor)
         progress(ranges.moved + sum(converted))
