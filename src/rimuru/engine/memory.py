@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 RECONSIDER = 16  # steps after which the boundary is looked at again without any demand
 PROMOTIONS = (2, 64)  # experts brought in after a step: at least, and at most
-IDLE_SHARE = 0.75  # of the time that a step's misses leave the link may go to promotions
+IDLE_SHARE = 0.65  # of the time that a step's misses leave the link may go to promotions
 DEAR_GAIN = 0.25  # touches a step; a copy that steps wait for is repaid where its gain is more
 MOVE_BYTES = 256 << 20  # of one page class moved at a time: 0.2 ms of an H200's memory, read and written
 
