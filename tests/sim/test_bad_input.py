@@ -161,6 +161,8 @@ def test_a_wrong_flag_of_simulations_is_named(folder, capsys, command, change, s
         ("fleet", ["--router", "round"], "--router 'round' is unknown; choose of prefix, least, random"),
         ("fleet", ["--think", "-1"], "--think must be at least 0"),
         ("fleet", ["--think", "nan"], "--think must be at least 0"),
+        ("fleet", ["--seconds", "0"], "--seconds must be above 0"),
+        ("fleet", ["--seconds", "inf"], "--seconds must be above 0"),
         ("fleet", ["--memory-policy", "fixed,economic"], "one --memory-policy"),
         ("run", ["--memory-policy", "fixed,greedy"], "--memory-policy 'greedy' is unknown"),
         ("run", ["--plots", "/nowhere/p.svg"], "/nowhere/p.svg: cannot be written: No such file"),

@@ -51,10 +51,13 @@ def test_run_prints_a_table(flags, capsys):
 
 def test_fleet_says_how_many_replicas_it_steps(flags, capsys):
     argv = ["simulate", "fleet", *flags, "--replicas", "100", "--sample", "2", "--router", "prefix,random"]
-    assert main([*argv, "--json"]) == 0
+    assert main([*argv, "--rate", "2000", "--think", "0.5", "--seconds", "3", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["assumptions"]["sampled"].startswith("2 of 100 replicas are stepped")
-    assert data["routers"]["prefix"]["requests"] == 2000  # 40 at 2 of 100 replicas
+    assert data["assumptions"]["warm_up_s"] == 1.0
+    requests = data["routers"]["prefix"]["requests"]
+    assert requests == data["routers"]["random"]["requests"]
+    assert requests == pytest.approx(6000, rel=0.25)  # 120 at 2 of 100 replicas, Poisson
 
 
 @pytest.mark.parametrize(

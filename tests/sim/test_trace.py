@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rimuru.errors import ConfigError
-from rimuru.sim.trace import Arrival, read_trace, shape, spread_turns, square_wave
+from rimuru.sim.trace import Arrival, read_trace, shape, square_wave
 
 
 def write(tmp_path, text: str):
@@ -81,13 +81,3 @@ def test_a_square_wave_alternates_between_its_rates():
     got = square_wave([Arrival(0.0, 10, 10, 0)], low=1, high=12, period=20.0, seconds=80.0)
     counts = np.histogram([a.at for a in got], bins=[0, 20, 40, 60, 80])[0]
     assert all(8 < low * 2 < 80 and 180 < high < 300 for low, high in counts.reshape(2, 2))
-
-
-def test_turns_of_a_conversation_follow_each_other():
-    rows = [Arrival(0.0, 10 * (t + 1), 5, c) for c in range(200) for t in range(3)]
-    got = spread_turns(rows, rate=5.0, think=10.0, seed=3)
-    assert [a.at for a in got] == sorted(a.at for a in got)
-    for c in range(200):
-        assert [a.prompt for a in got if a.conversation == c] == [10, 20, 30]
-    busy = [a for a in got if 20 < a.at < 100]
-    assert len(busy) / 80 == pytest.approx(5.0, rel=0.25)

@@ -163,26 +163,3 @@ def square_wave(
             at += rng.exponential(1 / rate)
         begin, rate = end, high if rate == low else low
     return out
-
-
-def spread_turns(
-    rows: Sequence[Arrival], rate: float, think: float, *, requests: int | None = None, seed: int = 0
-) -> list[Arrival]:
-    """Conversations begin as a Poisson process; each turn comes a while after the one before it.
-
-    `rate` counts requests a second over all, `think` is the mean time from turn to turn in seconds.
-    """
-    rng = np.random.default_rng(seed)
-    chosen = list(rows[:requests])
-    turns: dict[int, list[Arrival]] = {}
-    for row in chosen:
-        turns.setdefault(row.conversation, []).append(row)
-    out: list[Arrival] = []
-    begin = 0.0
-    for talk in turns.values():
-        begin += rng.exponential(len(chosen) / len(turns) / rate)
-        at = begin
-        for row in talk:
-            out.append(replace(row, at=at))
-            at += rng.exponential(think)
-    return sorted(out, key=lambda row: row.at)
