@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 
 import torch
+from kernels.compile_only import SHARED_LIMIT
 
 from rimuru.kernels.triton import norm_rope
 
@@ -40,6 +41,13 @@ def kernels(chip: int):
             T=2, K=k, BIAS=True, BLOCK_N=block_n, BLOCK_K=1 << (k - 1).bit_length(), PDL=pdl,
             num_warps=4, num_stages=1, launch_pdl=pdl, grid=(1,),
         )  # fmt: skip
+    for k in (2048, 4096):
+        if linear.holds_at_once(2048, k, 132, SHARED_LIMIT[chip]):
+            yield f"linear of few rows {k}", linear.few_kernel.warmup(
+                bf16, bf16, bf16, bf16, 8, 2048,
+                T=linear.FEW, K=k, PARTS=k // 256, BIAS=True, BLOCK_N=16, PDL=pdl,
+                num_warps=k // 256, num_stages=1, launch_pdl=pdl, grid=(1,),
+            )  # fmt: skip
     yield (
         "embed",
         embed.embed_kernel.warmup(

@@ -34,6 +34,32 @@ def test_one_row_or_two_match_the_twin(dtype, n, k):
         agree(linear.rows_linear(x, weight, None), x, weight, None)
 
 
+@pytest.mark.parametrize("dtype", list(LIMIT))
+@pytest.mark.parametrize(("n", "k"), [(37, 256), (16, 1024)])
+def test_a_few_rows_match_the_twin(dtype, n, k):
+    for tokens in (3, 8):
+        x, weight, bias = case(dtype, tokens, n, k)
+        agree(linear.few_linear(x, weight, bias), x, weight, bias)
+        agree(linear.few_linear(x, weight, None), x, weight, None)
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it():
+    x, weight, bias = case(torch.bfloat16, 8, 24, 512)
+    together = linear.few_linear(x, weight, bias)
+    assert torch.equal(linear.few_linear(x[2:5].contiguous(), weight, bias), together[2:5])
+
+
+def test_a_few_rows_are_for_weights_that_fit_the_chip_at_once():
+    chip = (132, 227 << 10)
+    assert linear.holds_at_once(2048, 4096, *chip)
+    assert linear.holds_at_once(2048, 2048, *chip)
+    assert not linear.holds_at_once(5120, 2048, *chip)  # two and a half programs a multiprocessor
+    assert not linear.holds_at_once(128, 2048, *chip)
+    assert not linear.holds_at_once(2048, 1408, *chip)
+    assert not linear.holds_at_once(2048, 8192, *chip)
+    assert not linear.holds_at_once(2048, 4096, 132, 99 << 10)
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 2, 3, 33])
 def test_every_number_of_rows_is_served(tokens):
     x, weight, bias = case(torch.bfloat16, tokens, 16, 32)

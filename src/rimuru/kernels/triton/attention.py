@@ -24,6 +24,7 @@ import triton.language as tl
 
 from ..types import KVLayout, KVView, StepMeta
 from . import attention_tiles as tiles
+from .launch import begin_early
 
 LOG2E = 1.4426950408889634
 STEP_ARRAYS = ["query_start_ptr", "slots_ptr", "seq_lens_ptr"]  # slices of one buffer, at any alignment
@@ -262,6 +263,8 @@ def decode_kernel(
         zero = tl.zeros([BLOCK_M, DIM], out_ptr.dtype.element_ty)
         tl.store(out_ptr + at[:, None] + d[None, :], zero, (m < GROUP)[:, None])
     if (following - first != 1) | (length == 0):
+        if PDL:
+            tl.extra.cuda.gdc_wait()  # were all blocks to leave, the grid would end before the kernel ahead
         return
     share = splits
     if MIXED > 0:
@@ -359,9 +362,7 @@ def merge_kernel(
     length = tl.load(seq_lens_ptr + seq)
     first = tl.load(query_start_ptr + seq)
     following = tl.load(query_start_ptr + seq + 1)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin_early(PDL)
     low = _low(length, window, WINDOW, BLOCK_N)
     used = tl.cdiv(length - low, _split_size(length - low, splits, BLOCK_N, MIN_SPLIT))
     if (following - first != 1) | (used < 2):

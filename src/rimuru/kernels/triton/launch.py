@@ -1,8 +1,9 @@
 """Programmatic dependent launch: a kernel may be placed on the chip before the one ahead of it has ended.
 
-Room: what the kernels of a decode step share. Rule: a kernel lets the next one be placed only after its
-own wait. So what a kernel reads before its wait must have been written by the last but one kernel or
-earlier, or never change: that one has ended when this one begins.
+Room: what the kernels of a decode step share. Rule: before its wait a kernel reads only what no kernel of
+the step writes (weights, tables, lengths, pages of earlier steps), and so it may be placed as early as there
+is room for it. One exception: the second product of experts reads its plan, which is of the last but one
+kernel; so the first product lets it be placed only after its own wait (`begin`), when that one has ended.
 """
 
 from __future__ import annotations
@@ -20,6 +21,14 @@ def begin(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def begin_early(PDL: tl.constexpr):
+    """As `begin`, but the next kernel may be placed at once, beside the kernel ahead too."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
 @lru_cache

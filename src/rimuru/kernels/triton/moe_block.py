@@ -16,7 +16,7 @@ from .. import operation, reference
 from ..types import MoeBlock
 from . import router
 from .align import align
-from .launch import begin, dependent
+from .launch import begin_early, dependent
 from .linear import linear
 from .moe import expert_parts
 from .moe_tiles import choose
@@ -40,7 +40,7 @@ def combine_norm_kernel(
     i = tl.arange(0, BLOCK)
     live = i < H
     weight = tl.load(norm + i, mask=live, other=0.0)
-    begin(PDL)
+    begin_early(PDL)
     mixed = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(TOP_K):
         pair = token * TOP_K + j

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..types import KVView, StepMeta
-from .launch import begin, dependent
+from .launch import begin_early, dependent
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def rms_norm_kernel(
     i = tl.arange(0, BLOCK)
     live = i < WIDTH
     weight = tl.load(weight_ptr + i, mask=live, other=0.0)
-    begin(PDL)
+    begin_early(PDL)
     x = tl.load(x_ptr + row * stride + i, mask=live, other=0.0)
     if RESIDUAL:
         x += tl.load(residual_ptr + row * WIDTH + i, mask=live, other=0.0)
@@ -128,7 +128,7 @@ def qkv_kernel(
     part = tl.program_id(1)
     Q_PARTS: tl.constexpr = (Q_HEADS + Q_BLOCK - 1) // Q_BLOCK
     KV_PARTS: tl.constexpr = (KV_HEADS + KV_BLOCK - 1) // KV_BLOCK
-    begin(PDL)
+    begin_early(PDL)
     position = tl.load(positions_ptr + token)
     x_ptr = qkv_ptr + token.to(tl.int64) * stride
     rope_ptr += position.to(tl.int64) * ROTARY
