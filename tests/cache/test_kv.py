@@ -193,7 +193,7 @@ class AnyLife(RuleBasedStateMachine):
         assert counts.used == len(used)
         taken = counts.used + counts.cached + counts.reserved
         for cls, n in self.cache._each.items():
-            assert self.allocator.used(cls) == taken * n + self.cache._loose()
+            assert self.allocator.used(cls) == taken * n + self.cache._loose
 
     def teardown(self):
         if not hasattr(self, "cache"):

@@ -9,7 +9,7 @@ from policy.toy import EXPERTS, Toy
 
 from rimuru.errors import ConfigError
 from rimuru.policy.boundary import Fixed, Reactive, Snapshot, Static, hidden_experts, make_policy
-from rimuru.policy.economic import Economic, exposed_misses, forecast
+from rimuru.policy.economic import FRESH, Economic, exposed_misses, forecast
 
 H200 = {"link": 50e9, "hbm": 4e12}
 CARDS = [H200, {"link": 50e9, "hbm": 1.8e12}, {"link": 25e9, "hbm": 1e12}]
@@ -116,6 +116,40 @@ def test_exposed_misses_are_those_of_layers_that_miss_more_than_they_hide():
         assert got == pytest.approx(want, rel=0.02)
         pooled = exposed_misses(np.array([lent]), np.array([p]), np.array([hidden]), 1)[0]
         assert pooled == pytest.approx(max(0.0, lent * p - hidden))
+
+
+def test_what_admissions_leave_free_beside_running_requests_counts_as_taken():
+    # Nobody touches what is lent, so all 40 requests should run: 1,280 pages, or 1,360.
+    s = busy(cold_touches=(0.0,) * 33)
+    lent = [1440 - Economic().decide(replace(s, request_slack_pages=n)).expert_pages for n in (0.0, 2.0)]
+    outlook = [forecast(replace(s, request_slack_pages=n)) for n in (0.0, 2.0)]
+    best = [int(o.lent[np.argmax(o.goodput)]) for o in outlook if o is not None]
+    assert best == pytest.approx([(1280 - 960) / 11, (1360 - 960) / 11], rel=0.05)
+    assert lent == [(320 + 10) // 11, (320 + 10) // 11]  # what is asked for now
+
+
+def test_a_gain_counts_as_soon_as_it_repays_the_copies_that_would_undo_it():
+    # One request more beside 300 is a gain of 0.3 %; three experts take 1 ms over the link, once.
+    s = busy(running=300, waiting=1, kv_used=9600, kv_wanted_waiting=32, cold_touches=(0.0,) * 33)
+    assert Economic().decide(s).expert_pages == 1440 - 3
+    assert Economic(payback=1e-4).decide(s).expert_pages == 1440
+
+
+def test_two_experts_that_cost_a_little_on_every_step_come_home():
+    s = busy(expert_resident=1438, missed=1.8, hiding_layers=24, step_seconds=9.2e-3)
+    outlook = forecast(s)
+    assert outlook is not None
+    assert 0.98 < outlook.at(2) / outlook.at(0) < 1
+    plan = Economic().decide(s)
+    assert (plan.cause, plan.expert_pages) == ("loss", 1440)
+
+
+def test_a_forecast_stands_for_a_fraction_of_what_it_is_averaged_over():
+    policy, s = Economic(), busy()
+    before = policy.decide(s).numbers["goodput_best"]
+    free = replace(s, cold_touches=(0.0,) * 33, waiting=60)
+    after = [policy.decide(replace(free, now=s.now + n * FRESH)).numbers["goodput_best"] for n in (0.9, 1.1)]
+    assert after[0] == before != after[1]
 
 
 def test_the_maximum_is_global_a_dear_link_may_pay_for_many_requests():

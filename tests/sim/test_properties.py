@@ -13,7 +13,6 @@ from sim.conftest import ALL_EXPERTS, MODEL, ROUTING, SKEWED, WEIGHTS
 from rimuru.engine.config import EngineConfig
 from rimuru.policy.boundary import BoundaryPlan, Snapshot
 from rimuru.policy.cost import gpu
-from rimuru.policy.economic import STICKY
 from rimuru.sim.engine import Hardware, Simulation
 from rimuru.sim.trace import Arrival
 
@@ -94,7 +93,7 @@ def test_an_expert_leaves_only_for_a_predicted_gain_or_by_force(rates, card, ske
         leaving = s.expert_resident - plan.expert_pages
         if leaving > 0 and not plan.forced and "goodput_now" in plan.numbers:
             assert s.lent + leaving <= plan.numbers["best_lent"]
-            assert plan.numbers["goodput_best"] >= plan.numbers["goodput_now"] * (1 - STICKY)
+            assert plan.numbers["goodput_best"] >= plan.numbers["goodput_now"]
 
     watch(sim, look)
     arrivals = [a for n, rate in enumerate(rates) for a in poisson(rate, 0.2, 0.2 * n, seed=n)]

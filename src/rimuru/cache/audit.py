@@ -73,6 +73,12 @@ def audit(cache: KVCache) -> None:
             require(cache._by_key.get(block.key) is block, "a block is not found by its key")
     found = sum(block.key is not None for block in records.values())
     require(found == len(cache._by_key), "a key names a block that is gone")
+    blocks_in_rows = sum(cache._room)
+    require(
+        (blocks_in_rows, loose) == (cache._blocks, cache._loose),
+        f"rows hold {blocks_in_rows} blocks and {loose} pages more, "
+        f"{cache._blocks} and {cache._loose} counted",
+    )
     taken = private + len(records)
     require(taken == cache._taken, f"{taken} blocks are taken, {cache._taken} counted")
     for cls, k in cache._each.items():

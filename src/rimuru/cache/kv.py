@@ -102,6 +102,7 @@ class KVCache:
         # groups' pages are of one class, pages too few for another block may follow: the rest of a parent.
         self._rows = [array("i") for _ in range(slots)]
         self._room = [0] * slots  # whole blocks in a slot's row
+        self._blocks = self._loose = 0  # of all rows: whole blocks, and pages beyond them
         self._committed = [0] * slots  # leading blocks that need no publishing any more
         self._ahead = reserve_blocks
         self._taken = 0  # blocks whose pages are out of the allocator
@@ -121,17 +122,13 @@ class KVCache:
 
     def reserved_blocks(self) -> int:
         """Blocks taken ahead for the growth of running requests."""
-        return sum(self._room) - sum(self.held)
+        return self._blocks - sum(self.held)
 
     def _obtainable(self) -> int:
         """Blocks that the allocator could give, with what rows hold beyond whole blocks."""
         if self._only is None or self._groups == 1:
             return self.allocator.obtainable_together(self._each)
-        return (self.allocator.obtainable(self._only) + self._loose()) // self._groups
-
-    def _loose(self) -> int:
-        """Pages that rows hold beyond whole blocks."""
-        return sum(map(len, self._rows)) - self._groups * sum(self._room)
+        return (self.allocator.obtainable(self._only) + self._loose) // self._groups
 
     def evictable_blocks(self) -> int:
         """Blocks that hold a cached prefix nobody reads."""
@@ -187,6 +184,7 @@ class KVCache:
             block.users += 1
         row.frombytes(b"".join([block.pages for block in blocks]))
         self.held[slot] = self._room[slot] = self._committed[slot] = hit_blocks
+        self._blocks += hit_blocks
         if blocks:
             self._shared[slot] = blocks
             self._write(slot, 0)
@@ -289,6 +287,7 @@ class KVCache:
             for cls in self._each:
                 self.allocator.give_all(cls, slot)
             self._note_freed(row)
+        self._resize(slot, -len(row))
         del row[:]
         self.held[slot] = self._room[slot] = self._committed[slot] = 0
         self._ahead = self.reserve_blocks
@@ -478,7 +477,7 @@ class KVCache:
         possible = spare + (self._idle.count if evict else 0)
         if short > possible:
             return short - possible
-        if spare or self._loose():
+        if spare or self._loose:
             short -= self.take_back_reserved(but=slot)
         if short > 0:
             victims = self._idle.pop(short)
@@ -504,10 +503,18 @@ class KVCache:
 
     def _append(self, slot: int, pages: bytes) -> None:
         """Pages (int32) taken from the allocator go to the end of a slot's row."""
-        row, had = self._rows[slot], self._room[slot]
-        row.frombytes(pages)
-        have = self._room[slot] = len(row) // self._groups
-        self._taken += have - had
+        self._taken += self._resize(slot, len(pages) // 4)
+        self._rows[slot].frombytes(pages)
+
+    def _resize(self, slot: int, pages: int) -> int:
+        """Count a slot's row as `pages` longer than it is; by how many blocks that is more."""
+        now, n = len(self._rows[slot]), self._groups
+        have = (now + pages) // n
+        more = have - self._room[slot]
+        self._room[slot] = have
+        self._blocks += more
+        self._loose += pages - more * n
+        return more
 
     def _lacking(self, slot: int, blocks: int) -> int:
         """Pages that a slot's row needs for `blocks` blocks more."""
@@ -546,13 +553,10 @@ class KVCache:
         whole = self.allocator.take_whole_each(cls, slots, nears)
         if whole is None:
             return False
-        room, at, width = self._room, 0, 4 * per
-        before = sum(room)
-        for slot, had in zip(slots, pages, strict=True):
-            rows[slot].frombytes(whole[at : at + width])
+        at, width = 0, 4 * per
+        for slot in slots:
+            self._append(slot, whole[at : at + width])
             at += width
-            room[slot] = (had + per) // n
-        self._taken += sum(room) - before
         if self._tables is not None:
             for slot, had in zip(slots, pages, strict=True):
                 self._write(slot, had // n)
@@ -617,10 +621,9 @@ class KVCache:
         row, stop = self._rows[slot], keep * self._groups
         if stop == len(row):
             return
-        self._taken -= self._room[slot] - keep
+        self._taken += self._resize(slot, stop - len(row))
         self._give(None if self.prefix_caching else slot, row[stop:])
         del row[stop:]
-        self._room[slot] = keep
 
     def _give(self, owner: int | None, pages: array[int]) -> None:
         """Give pages, of blocks one after the other, back to the allocator."""

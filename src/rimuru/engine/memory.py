@@ -348,6 +348,7 @@ class Memory:
             max_running=scheduler.max_num_seqs, touched=self._touched, missed=self._missed,
             cold_touches=self._cold_touches(), step_seconds=self.step_seconds,
             request_kv_pages=used * per_block / len(scheduler.running) if scheduler.running else 0.0,
+            request_slack_pages=scheduler.slack_blocks * per_block,
             request_output_tokens=scheduler.mean_output, request_prompt_tokens=scheduler.mean_prompt, **known,
         )  # fmt: skip
 

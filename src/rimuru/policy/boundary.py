@@ -56,6 +56,7 @@ class Snapshot:
     hbm_bytes_s: float = 0.0
     hiding_layers: int = 1  # parts of a step that hide misses by their own reads only; 1: all beside all
     request_kv_pages: float = 0.0  # mean KV pages a request holds over its life
+    request_slack_pages: float = 0.0  # that an admission leaves free for each running one to grow into
     request_output_tokens: float = 0.0  # mean
     request_prompt_tokens: float = 0.0  # mean; where it is not known a prompt touches every expert
     prefill_seconds: float = 0.0  # that a mean request's prompt adds to a step, all experts resident

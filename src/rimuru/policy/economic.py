@@ -23,7 +23,7 @@ from rimuru.errors import ConfigError
 from .boundary import BoundaryPlan, Reactive, Snapshot, _hold, _pages, hidden_experts, preemption_by
 
 SPAN = 0.5  # seconds over which forecasts are averaged
-STICKY = 0.01  # gain in goodput for which another number of experts is taken
+FRESH = SPAN / 16  # seconds for which one stands: another would hardly move the average
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,32 +61,33 @@ def forecast(
     demand = s.running + s.waiting
     if s.max_running:
         demand = min(demand, s.max_running)
-    running = np.clip((total_kv + (lent - s.lent) * s.kv_per_expert) / per_request, 0, demand)
+    taken = per_request + s.request_slack_pages
+    running = np.clip((total_kv + (lent - s.lent) * s.kv_per_expert) / taken, 0, demand)
 
     growth = running / s.running
-    touched = s.expert_total * (1 - (1 - min(s.touched / s.expert_total, 1 - 1e-9)) ** growth)
-    rate = 1 - (1 - _miss_rates(s, lent)) ** growth
-
-    def step(lent, touched, rate, running, margin=1.0):
-        """Seconds of HBM reads, and of the link beyond what they hide."""
-        rate = np.minimum(rate, touched / np.maximum(lent, 1))
-        experts = (touched - lent * rate) * s.expert_page_bytes / s.hbm_bytes_s
-        reads = experts + (s.dense_bytes + running * per_request * s.kv_page_bytes) / s.hbm_bytes_s
-        hiding = experts if s.hiding_layers > 1 else reads
-        return reads, exposed_misses(lent, rate * margin, hiding / link, s.hiding_layers) * link
-
-    link = s.expert_page_bytes / s.link_bytes_s
-    now = np.array([float(s.lent)])
-    reads, waits = step(now, s.touched, s.missed / max(s.lent, 1), float(s.running))
-    fixed = max(0.0, s.step_seconds - float(reads[0] + waits[0]))
-    reads, waits = step(lent, touched, rate, running, margin)
-    seconds = fixed + reads + waits
+    hot = 1 - min(s.touched / s.expert_total, 1 - 1e-9)
+    cold = 1 - _miss_rates(s, lent)
     # A prompt touches more than a step of decodes, and so misses more of what is lent.
     more = max(1.0, s.request_prompt_tokens / s.running) if s.request_prompt_tokens else np.inf
-    cold = 1 - (1 - _miss_rates(s, lent)) ** more
-    hot = 1 - (1 - min(s.touched / s.expert_total, 1 - 1e-9)) ** more
-    streamed = step(lent, s.expert_total * hot, cold, running, margin)[1]
-    per_prompt = s.prefill_seconds + np.maximum(0.0, streamed - waits)
+    # Now, then for each number lent a step of decodes, then one that holds a prompt: all in one go.
+    n = len(lent)
+    out = np.concatenate([[s.lent], lent, lent])
+    touched = np.empty(2 * n + 1)
+    touched[0], touched[1 : n + 1] = s.touched, s.expert_total * (1 - hot**growth)
+    touched[n + 1 :] = s.expert_total * (1 - hot**more)
+    rate = np.concatenate([[s.missed / max(s.lent, 1)], 1 - cold**growth, 1 - cold**more])
+    rate = np.minimum(rate, touched / np.maximum(out, 1))
+    kv = np.concatenate([[s.running], running, running]) * per_request * s.kv_page_bytes
+    experts = (touched - out * rate) * s.expert_page_bytes / s.hbm_bytes_s
+    reads = experts + (s.dense_bytes + kv) / s.hbm_bytes_s
+    link = s.expert_page_bytes / s.link_bytes_s
+    hiding = experts if s.hiding_layers > 1 else reads
+    rate[1:] *= margin
+    waits = exposed_misses(out, rate, hiding / link, s.hiding_layers) * link
+    fixed = max(0.0, s.step_seconds - float(reads[0] + waits[0]))
+    seconds = fixed + (reads + waits)[1 : n + 1]
+    streamed = waits[n + 1 :] - waits[1 : n + 1]
+    per_prompt = s.prefill_seconds + np.maximum(0.0, streamed)
     prefill = per_prompt / s.request_output_tokens if s.request_output_tokens else 0.0
     goodput = running / np.maximum(seconds + running * prefill, 1e-9)
     if itl_slo is not None:
@@ -110,15 +111,15 @@ def exposed_misses(lent: np.ndarray, rate: np.ndarray, hidden: np.ndarray, layer
     h = np.minimum(hidden / layers, fewer + 1)  # a layer misses no more than it lends
     more = lent / layers - fewer  # share of the layers that lend one more
     stay = np.clip(1 - rate, 0.0, 1 - 1e-9)
-    total = np.zeros(len(lent))
-    for each, share in ((fewer, 1 - more), (fewer + 1, more)):
-        p = stay**each
-        above = each * (1 - stay) - h
-        for n in range(int(np.ceil(h.max()))):
-            above += np.maximum(0.0, h - n) * p
-            p = p * np.maximum(0.0, each - n) / (n + 1) * (1 - stay) / np.maximum(stay, 1e-9)
-        total += share * above
-    return layers * np.maximum(total, 0.0)
+    each = np.stack([fewer, fewer + 1])
+    p = stay**fewer
+    p = np.stack([p, p * stay])
+    above = each * (1 - stay) - h
+    odds = (1 - stay) / np.maximum(stay, 1e-9)
+    for n in range(int(np.ceil(h.max()))):
+        above += np.maximum(0.0, h - n) * p
+        p *= np.maximum(0.0, each - n) * (odds / (n + 1))
+    return layers * np.maximum((1 - more) * above[0] + more * above[1], 0.0)
 
 
 @lru_cache(maxsize=8)
@@ -133,7 +134,8 @@ def _miss_rates(s: Snapshot, lent: np.ndarray) -> np.ndarray:
     measured = s.missed / s.lent if s.lent else 0.0
     if not len(s.cold_touches):
         return np.full(len(lent), min(measured or s.touched / s.expert_total, 1 - 1e-9))
-    ideal = np.interp(lent / s.expert_total, np.linspace(0, 1, len(s.cold_touches)), s.cold_touches)
+    at = lent * ((len(s.cold_touches) - 1) / s.expert_total)
+    ideal = np.interp(at, np.arange(len(s.cold_touches)), s.cold_touches)
     rate = ideal / np.maximum(lent, 1)
     expected = float(np.interp(s.lent, lent, rate))
     if measured and expected:
@@ -146,9 +148,9 @@ class Economic(Reactive):
     """Lends up to the number with the highest predicted goodput, takes back what does not pay.
 
     While the machine's rates are not known it does as `Reactive`; while nothing runs, the last best number
-    stands. A request that cannot be placed
-    by running ones finishing, or that has stood first in the queue for `max_wait` seconds, gets its
-    pages however dear; so does a single running request that grows. Those decisions are `forced`.
+    stands. A request that cannot be placed by running ones finishing, or that has stood first in the queue
+    for `max_wait` seconds, gets its pages however dear; so does a single running request that grows. Those
+    decisions are `forced`.
     """
 
     name = "economic"
@@ -188,12 +190,7 @@ class Economic(Reactive):
         if s.shortfall <= 0 and not s.lent:
             self._quiet_since = None
             return _hold(s, s.expert_resident)
-        outlook = forecast(s, margin=self.margin, ttft_slo=self.ttft_slo, itl_slo=self.itl_slo)
-        if outlook is not None:
-            outlook = self._smooth(s, outlook)
-            top = int(np.argmax(outlook.goodput))
-            if outlook.goodput[top] > (1 + STICKY) * outlook.at(self._best):
-                self._best = int(outlook.lent[top])
+        outlook = self._look(s)
         best = self._best
         numbers = {
             "best_lent": best,
@@ -201,13 +198,19 @@ class Economic(Reactive):
             "shortfall": s.shortfall,
             "blocked_seconds": blocked,
         }
+        loses = False
         if outlook is not None:
-            numbers |= {"goodput_now": outlook.at(s.lent), "goodput_best": outlook.at(best)}
+            now, then = outlook.at(s.lent), outlook.at(best)
+            numbers |= {"goodput_now": now, "goodput_best": then}
+            loses = s.lent > best and self._repays(s, now, then, s.lent - best)
+            if s.lent < best and then < now:
+                best = s.lent  # what was best a while ago is so no longer
         if s.shortfall > s.kv_evictable or s.waiting:
             self._quiet_since = None
         elif self._quiet_since is None:
             self._quiet_since = s.now
-        if outlook is not None and self._loses(s, outlook, best):
+        if loses:
+            # It comes back into pages that running requests free by finishing; nobody is preempted for it.
             plan = self._lend_to(s, best, blocked, numbers)
             back = 0 if plan.forced else min(s.lent - best, self.reclaim_limit)
             return replace(plan, expert_pages=plan.expert_pages + back, cause="loss" if back else plan.cause)
@@ -215,14 +218,29 @@ class Economic(Reactive):
             return self._lend_to(s, best, blocked, numbers)
         return _hold(s, s.expert_resident) if s.waiting else self._give_back(s)
 
-    def _smooth(self, s: Snapshot, outlook: Forecast) -> Forecast:
-        """The forecast averaged over the last `SPAN` seconds: one step's batch is no load."""
-        last = self._outlook
-        if last is not None and len(last.lent) == len(outlook.lent):
-            share = math.exp(-(s.now - self._at) / SPAN)
+    def _look(self, s: Snapshot) -> Forecast | None:
+        """The forecast averaged over the last `SPAN` seconds, because one step's batch is no load, and the
+        best number to lend by it; None while nothing can be said."""
+        last, age = self._outlook, s.now - self._at
+        if last is not None and 0 <= age < FRESH and s.running:
+            return last
+        outlook = forecast(s, margin=self.margin, ttft_slo=self.ttft_slo, itl_slo=self.itl_slo)
+        if outlook is None:
+            return None
+        if last is not None and last.lent is outlook.lent:
+            share = math.exp(-age / SPAN)
             outlook = replace(outlook, goodput=outlook.goodput + (last.goodput - outlook.goodput) * share)
         self._outlook, self._at = outlook, s.now
+        top = int(np.argmax(outlook.goodput))
+        best = int(outlook.lent[top])
+        if self._repays(s, outlook.at(self._best), float(outlook.goodput[top]), abs(best - self._best)):
+            self._best = best
         return outlook
+
+    def _repays(self, s: Snapshot, now: float, then: float, experts: int) -> bool:
+        """Whether goodput `then` instead of `now` gains more, in `payback` seconds, than copying so many
+        experts costs: what it takes to bring them home, or to take their lending back."""
+        return (then - now) * self.payback > now * experts * s.expert_page_bytes / s.link_bytes_s
 
     def _blocked_for(self, s: Snapshot) -> float:
         """Seconds for which the same request has stood first in the queue."""
@@ -257,14 +275,3 @@ class Economic(Reactive):
             preempt_by=preemption_by(s),
             numbers=numbers,
         )
-
-    def _loses(self, s: Snapshot, outlook: Forecast, best: int) -> bool:
-        """Whether so much more is lent than pays that bringing it back is worth the copies.
-
-        It comes back into pages that running requests free by finishing; nobody is preempted for it.
-        """
-        if s.lent <= best:
-            return False
-        now, then = outlook.at(s.lent), outlook.at(best)
-        copy_seconds = (s.lent - best) * s.expert_page_bytes / s.link_bytes_s
-        return then > 1.02 * now and (then - now) * self.payback > now * copy_seconds

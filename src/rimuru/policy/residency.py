@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from operator import mul
 from typing import NamedTuple
 
 import numpy as np
@@ -291,6 +292,6 @@ def _least_squares(a: np.ndarray, b: np.ndarray, start: np.ndarray) -> np.ndarra
     rows, right, x = a.tolist(), b.tolist(), start.tolist()
     for _ in range(30):
         for i, row in enumerate(rows):
-            rest = sum(c * v for c, v in zip(row, x, strict=True)) - row[i] * x[i]
+            rest = sum(map(mul, row, x)) - row[i] * x[i]
             x[i] = max(0.0, (right[i] - rest) / row[i])
     return np.asarray(x, np.float32)

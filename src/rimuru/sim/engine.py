@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 import numpy as np
 
@@ -213,18 +214,13 @@ class Simulation:
 
     def _touched(self, plan: StepPlan) -> tuple[np.ndarray, int]:
         """Tokens routed to each expert, int32 `[layers, experts]`, and how many came from prompts."""
-        numbers, routing = self._numbers, self.routing
-        who: list[int] = []
-        at: list[int] = []
-        prompts: list[tuple[int, int, int]] = []
-        for request, start, count in zip(plan.requests, plan.starts, plan.counts, strict=True):
-            number = numbers[request.request_id]
-            if count == 1:
-                who.append(number)
-                at.append(start)
-            else:
-                prompts.append((number, start, count))
-        shape = self.experts.resident.shape
+        numbers, routing, shape = self._numbers, self.routing, self.experts.resident.shape
+        who = [numbers[request.request_id] for request in plan.requests]
+        at, prompts = plan.starts, []
+        if plan.num_tokens > len(who):
+            prompts = [x for x in zip(who, plan.starts, plan.counts, strict=True) if x[2] > 1]
+            single = [count == 1 for count in plan.counts]
+            who, at = list(compress(who, single)), list(compress(at, single))
         total = routing.decode(who, at) if who else np.zeros(shape[0] * shape[1], np.int32)
         for number, start, count in prompts:
             total += routing.prompt(number, start, count)
