@@ -15,10 +15,10 @@ from rimuru.kernels.host_memory import HostMemory
 from rimuru.kernels.triton.moe_tiles import choose
 from rimuru.kernels.types import EXPERT_HOST, MoeBlock
 
-# ||out - twin|| / ||twin||. Both round the activation and each expert's output to the dtype: a unit
-# in the last place here and there, 2^-8 for bf16 and 2^-11 for fp16, of which a fraction differs.
 DENSE = 790.0  # TFLOP/s of an 8192^3 bf16 product on an H200 at rest; measured anew where it is the floor
 TWIN = ("rms_norm", "linear", "route", "silu_and_mul")
+# ||out - twin|| / ||twin||. Both round the activation and each expert's output to the dtype: a unit
+# in the last place here and there, 2^-8 for bf16 and 2^-11 for fp16, of which a fraction differs.
 LIMIT = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 2e-6}
 
 
@@ -41,11 +41,14 @@ def check_router(report: Report) -> None:
 
 
 def check_twin(report: Report) -> None:
-    odd = Shape("odd", 24, 6, 320, 208)
-    for shape in (odd, QWEN3):
-        for dtype in (torch.bfloat16, torch.float16, torch.float32) if shape is odd else (torch.bfloat16,):
+    # Sizes that are no whole steps of any tile; of whole steps but not of whole tiles; of whole tiles.
+    odd, ragged = Shape("odd", 24, 6, 320, 208), Shape("ragged", 24, 6, 320, 192)
+    half = (torch.bfloat16, torch.float16)
+    sizes = {odd: (1, 7, 16, 17, 60, 130, 700, 1500), ragged: (300, 1500), QWEN3: (1, 32, 128, 1024, 4096)}
+    for shape, dtypes in ((odd, (*half, torch.float32)), (ragged, half[:1]), (QWEN3, half[:1])):
+        for dtype in dtypes:
             layer = Layer(shape, dtype)
-            for tokens in (1, 7, 16, 17, 60, 130, 700, 1500) if shape is odd else (1, 32, 128, 1024, 4096):
+            for tokens in sizes[shape]:
                 r = layer.routing(tokens)
                 r.ids[0, 0] = -1
                 touched = torch.zeros(shape.experts, dtype=torch.int32, device="cuda")
@@ -61,6 +64,23 @@ def check_twin(report: Report) -> None:
                         r.x, r.ids, r.weights, layer.scattered, layer.layout, scratch
                     )
                     report.equal(f"{name}: gather", gathered, out)
+
+
+def check_long_residency(report: Report) -> None:
+    """A long prefill: the same bits with experts in host memory, in passes, and on every run."""
+    layer = Layer(QWEN3)
+    page, r = layer.layout.page_bytes, layer.routing(2048)
+    memory = HostMemory(6 * page)
+    memory.tensor.view(6, page).copy_(layer.pool[:6])
+    mixed = layer.scattered.clone()
+    mixed[:6] = (torch.arange(6) * page + memory.address | EXPERT_HOST).cuda()
+    even = torch.arange(QWEN3.experts, device="cuda") % 2 == 0
+    touched = torch.zeros(QWEN3.experts, dtype=torch.int32, device="cuda")
+    want = poisoned(layer, r, layer.scattered, touched)
+    passes = (layer.scattered * even, mixed * ~even)
+    for name, table in (("again", layer.scattered), ("6 experts on the host", mixed), ("two passes", passes)):
+        report.equal(f"{QWEN3.name} 2048 tokens, {name}", poisoned(layer, r, table, touched), want)
+    memory.close()
 
 
 def check_block(report: Report) -> None:
@@ -186,6 +206,7 @@ def time_host(report: Report, layer: Layer, some: tuple[int, ...]) -> None:
 def run(report: Report) -> None:
     check_router(report)
     check_twin(report)
+    check_long_residency(report)
     check_block(report)
     rate = device_copy_rate()
     report.bar("device copy, read and write", rate, "TB/s", higher_is_better=True)

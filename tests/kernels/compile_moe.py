@@ -8,6 +8,7 @@ from rimuru.kernels.triton import moe_tiles
 from rimuru.kernels.triton.align import _align_kernel, _count_kernel, _place_kernel, _scan_kernel
 from rimuru.kernels.triton.moe import _combine_kernel, _expert_kernel
 from rimuru.kernels.triton.moe_block import combine_norm_kernel
+from rimuru.kernels.triton.moe_specialised import _specialised_kernel
 from rimuru.kernels.triton.route import _route_kernel
 from rimuru.kernels.triton.router import choose_experts_kernel, norm_router_kernel
 from rimuru.kernels.types import ExpertLayout
@@ -34,6 +35,19 @@ def products(chip: int, dtype: torch.dtype):
                     FEW_M=tile.few_m, FEW_K=tile.few_k, PDL=pdl, num_warps=tile.warps,
                     num_stages=tile.stages, launch_pdl=pdl, grid=(1,),
                 ),
+            )  # fmt: skip
+
+
+def specialised(dtype: torch.dtype):
+    """Both products of a long prefill, of sizes that are whole tiles and of sizes that are not."""
+    for hidden, inter in ((2048, 1408), (320, 192)):
+        layout = ExpertLayout(hidden, inter, dtype)
+        for part in PARTS:
+            up = part == "gate_up"
+            yield f"{NAMES[dtype]} {part} specialised {hidden} 128x256x64", _specialised_kernel.warmup(
+                dtype, dtype, torch.int32, 100, 4096,
+                PART=0 if up else layout.down_offset, N=2 * inter if up else hidden,
+                K=hidden if up else inter, TOP_K=4, GATE_UP=up, LANES=64, num_warps=4, grid=(1,),
             )  # fmt: skip
 
 
@@ -99,4 +113,6 @@ def kernels(chip: int):
         yield from small(chip, dtype)
         if dtype != torch.float32:
             yield from few_rows(chip, dtype)
+            if chip == 90:
+                yield from specialised(dtype)
     yield from alignment(chip)

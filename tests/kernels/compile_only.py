@@ -3,7 +3,8 @@
 Run in a process of its own (`python -m kernels.compile_only moe 90`, optionally with how many of
 the kernels; `attention+sampling` for both): the interpreter, where it is on, changes every kernel of
 a process. Prints one JSON object a line: name, registers, spills (bytes of stack of a thread, which
-nothing else uses), shared memory, and whether wgmma is used. What is compiled stays in Triton's cache.
+nothing else uses), shared memory, and whether wgmma and TMA are used. What is compiled stays in
+Triton's cache.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ def _inspect(kernel) -> dict:
         "spills": int(used[2]) + int(used[3]),
         "shared": kernel.metadata.shared,
         "wgmma": "wgmma.mma" in kernel.asm["ptx"],
+        "tma": "cp.async.bulk.tensor" in kernel.asm["ptx"],
     }
 
 

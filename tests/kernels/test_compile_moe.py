@@ -12,6 +12,7 @@ def check(reports: dict[str, dict], chip: int) -> None:
         if chip == 90 and "fp32" not in name and ("gate_up" in name or "down" in name):
             rows = int(name.split()[-1].split("x")[0])
             assert r["wgmma"] == (rows >= 64), (name, r)
+            assert r["tma"] == ("specialised" in name), (name, r)
 
 
 @pytest.mark.timeout(300)  # seconds of work, but the assembler for sm_120 is slow on a busy machine

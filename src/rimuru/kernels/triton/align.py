@@ -5,7 +5,8 @@ decode step and three for a prefill; the order of pairs is fixed by their ids al
 
 The plan is one int32 workspace, with room for B blocks in each of two lists:
 
-    [0]                   blocks of host experts; [1..3] unused
+    [0]                   blocks of host experts
+    [1], [2]              tiles drawn of gate_up and of down, 0 at first (`moe_specialised`); [3] unused
     [4 + 4 b ...]         pool block b: address (int64), first sorted row, rows (0: unused block)
     [4 + 4 B + 4 b ...]   host block b: the same
     [4 + 8 B + r]         sorted row r -> pair (token * k + choice)
@@ -51,6 +52,8 @@ def _plan(
     )
     first_row = tl.cumsum(counts, axis=0) - counts
     tl.store(work, tl.sum(host_blocks, axis=0))
+    tl.store(work + 1, 0)
+    tl.store(work + 2, 0)
     for i in range(0, tl.max(blocks, axis=0)):
         slot = work + HEADER + (first_block + i) * 4
         mine = i < blocks

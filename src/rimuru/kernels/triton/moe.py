@@ -10,6 +10,8 @@ link is full with a few dozen and slows down with a thousand); every other progr
 the pool, and the hardware hands those out as multiprocessors come free. A host expert whose rows
 fit one M block crosses the link once.
 
+Where experts have rows enough, on Hopper, both products are `moe_specialised`'s, with the same bits.
+
 A shared expert of `m * intermediate` columns can ride along as `m` experts that every token goes to
 (`moe_block`).
 """
@@ -23,6 +25,7 @@ import triton
 import triton.language as tl
 
 from ..types import ALIGN, EXPERT_ADDRESS, ExpertLayout, MoeBlock
+from . import moe_specialised
 from .align import HEADER, Alignment, align
 from .launch import begin, dependent
 from .moe_tiles import Pair, Tile, choose
@@ -253,6 +256,11 @@ def moe(
     act = torch.empty((tokens * top_k, inter), dtype=x.dtype, device=x.device)
     parts = torch.empty((tokens * top_k, hidden), dtype=x.dtype, device=x.device)
     for row in (table,) if isinstance(table, torch.Tensor) else table:
+        if moe_specialised.suits(layout, tokens, top_k, row.numel(), x.device):
+            plan = align(ids, row, moe_specialised.BLOCK_M, touched)
+            moe_specialised.product(x, act, plan, layout, top_k, gate_up=True)
+            moe_specialised.product(act, parts, plan, layout, top_k, gate_up=False)
+            continue
         gate_up, down = choose(tokens, top_k, row.numel(), layout.dtype, x.device)
         plan = align(ids, row, gate_up.m, touched)
         _product(x, act, plan, gate_up, layout, top_k, gate_up=True)
