@@ -21,8 +21,8 @@ from rimuru.errors import ConfigError, RimuruError
 COMMANDS = {
     "serve": ("rimuru.server.serve", "serve a model over HTTP"),
     "chat": ("rimuru.server.chat", "talk to a running server"),
-    "plan": ("rimuru.sim.planner", "where every byte would go; for a load, which card and policy would do"),
-    "simulate": ("rimuru.sim.cli", "serve a trace on paper: policies, the case study, fleets"),
+    "plan": ("rimuru.sim.planner", "where every byte would go; for a load, which card would do"),
+    "simulate": ("rimuru.sim.cli", "on paper: a load under each memory policy, the case study, fleets"),
 }
 
 
@@ -42,7 +42,11 @@ class Parser(argparse.ArgumentParser):
         known = advice(flag)
         if known:
             raise ConfigError(f"{flag} is a flag of vLLM that has no effect here: {known}")
-        own = [option for action in self._actions for option in action.option_strings]
+        parsers = [self]
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                parsers += action.choices.values()
+        own = [option for p in parsers for action in p._actions for option in action.option_strings]
         close = difflib.get_close_matches(flag, own, n=1)
         hint = f"did you mean {close[0]}?" if close else f"see {self.prog} --help"
         raise ConfigError(f"{flag} is unknown; {hint}")
@@ -127,8 +131,9 @@ def _bench(arguments: list[str]) -> int:
 
 def _overview() -> str:
     rows = [(name, summary) for name, (_, summary) in COMMANDS.items()]
-    rows += [("bench", "measure: " + ", ".join(_benchmarks())), ("version", "print the version")]
-    lines = [f"  rimuru {name:<8} {summary}" for name, summary in rows]
+    benchmarks = ", ".join(name.replace("_", "-") for name in _benchmarks())
+    rows += [("bench", f"measure; one of {benchmarks}"), ("version", "print the version")]
+    lines = [f"  rimuru {name:<10} {summary}" for name, summary in rows]
     return "\n".join(
         [
             "rimuru serves Mixture-of-Experts models whose experts and KV cache share one page pool.",

@@ -73,7 +73,8 @@ def test_fleet_says_how_many_replicas_it_steps(flags, capsys):
         (["--device-memory", "lots"], "--device-memory: cannot read 'lots'"),
         (["--routing", "/nowhere.json"], "--routing /nowhere.json: cannot be read"),
         (["--output-scale", "0"], "--output-scale must be above 0"),
-        (["--requsts", "3"], "--requsts"),
+        (["--requsts", "3"], "--requsts is unknown; did you mean --requests?"),
+        (["--req", "3"], "--req is unknown"),
     ],
 )
 def test_bad_flags_end_in_one_line_that_names_them(flags, capsys, change, says):

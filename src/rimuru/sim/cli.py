@@ -28,14 +28,45 @@ from .routing import load_routing
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """`run`, `case-study`, `residency` and `fleet`."""
+    parser.description = (
+        "Steps the engine's own scheduler, pool and policies with predicted times; no GPU, no weights."
+    )
+    parser.epilog = "`rimuru simulate COMMAND --help` lists a command's flags; docs/simulator.md says more."
     commands = parser.add_subparsers(dest="what", metavar="COMMAND", required=True)
-    run_parser = commands.add_parser("run", help="one engine, one trace, one or several memory policies")
+
+    def add(name: str, summary: str, more: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=summary, description=more, allow_abbrev=False)
+
+    run_parser = add(
+        "run",
+        "a trace under one or several memory policies",
+        "Serves a trace on one GPU under each memory policy and prints a line for each: output tokens a "
+        "second, time to first token (TTFT), time per output token (TPOT), experts in the pool, bytes over "
+        "the link.",
+    )
     add_workload(run_parser)
     run_parser.add_argument("--plots", metavar="FILE", help="write SVG charts over time")
     run_parser.add_argument("--json", action="store_true", help="print JSON")
     run_parser.set_defaults(call=run_policies)
-    for name, module in (("case-study", case_study), ("residency", residency), ("fleet", fleet)):
-        sub = commands.add_parser(name, help=(module.__doc__ or "").strip().splitlines()[0])
+    study = add(
+        "case-study",
+        "Qwen1.5-MoE on an RTX 5090 under four ways to share its memory",
+        "Qwen1.5-MoE on an RTX 5090 under four ways to share its memory, beside the published peaks and "
+        "steps. The setting is part of the result and has no flags.",
+    )
+    replay = add(
+        "residency",
+        "recorded routing replayed: which experts to keep",
+        "Replays recorded routing and counts misses under lru, lfu, static, ours and Belady, which knows "
+        "the future.",
+    )
+    many = add(
+        "fleet",
+        "many replicas behind a router that knows where prefixes are",
+        "Serves a steady load of conversations on many replicas behind a router. Of a large fleet a sample "
+        "is stepped with its share of the load, and counts and rates are scaled.",
+    )
+    for sub, module in ((study, case_study), (replay, residency), (many, fleet)):
         module.add_arguments(sub)
         sub.set_defaults(call=module.run)
 

@@ -209,12 +209,12 @@ class Fleet:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The workload's flags; `--rate` is the whole fleet's."""
-    add_workload(parser)
-    group = parser.add_argument_group("fleet (--rate is of all replicas together)")
+    add_workload(parser, several=False)
+    group = parser.add_argument_group("fleet (--rate is of all replicas together, and is needed)")
     group.add_argument("--replicas", type=int, default=1000, metavar="N", help="default %(default)s")
     group.add_argument(
         "--sample", type=int, default=16, metavar="S",
-        help="replicas that are stepped, with S/N of the load, for all of them; default %(default)s",
+        help="replicas that stand for all and are stepped, with S/N of the load; default %(default)s",
     )  # fmt: skip
     group.add_argument(
         "--router", default="prefix", metavar="R[,R...]",
@@ -227,7 +227,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--seconds", type=float, default=120.0, metavar="S",
-        help=f"of steady load that count, after a warm-up of {WARM_UP:g} times --think; default %(default)s",
+        help=f"seconds that count, after a warm-up of {WARM_UP:g} times --think; default %(default)s",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
 

@@ -28,8 +28,8 @@ PCIE4 = 0.5  # of a PCIe 5 link
 DEFAULTS = EngineConfig(model="")
 
 
-def add_workload(parser: argparse.ArgumentParser) -> None:
-    """Model, machine, engine, load, objectives and assumptions."""
+def add_workload(parser: argparse.ArgumentParser, several: bool = True) -> None:
+    """Model, machine, engine, load, objectives and assumptions; one or `several` policies."""
     machine = parser.add_argument_group("model and machine")
     machine.add_argument("--model", required=True, help="folder with config.json, or a Hub id")
     machine.add_argument("--gpu", required=True, metavar="NAME", help=f"one of {', '.join(GPUS)}")
@@ -40,8 +40,8 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     add_load(parser)
     engine = parser.add_argument_group("engine, as in `rimuru serve`")
     engine.add_argument(
-        "--memory-policy", default="economic", metavar="P[,P...]",
-        help=f"of {', '.join(POLICIES)}; several are compared; default %(default)s",
+        "--memory-policy", default="economic", metavar="P[,P...]" if several else "P",
+        help=f"of {', '.join(POLICIES)};{' several are compared;' if several else ''} default %(default)s",
     )  # fmt: skip
     engine.add_argument(
         "--resident-experts", type=int, metavar="N", help="experts in the pool, with --memory-policy static"
@@ -68,24 +68,27 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def add_load(parser: argparse.ArgumentParser, required: bool = True) -> argparse._ArgumentGroup:
-    """Which requests come, and when."""
+def add_load(parser: argparse.ArgumentParser, default_rows: int | None = None) -> argparse._ArgumentGroup:
+    """Which requests come, and when. With `default_rows` there may be no load at all."""
     group = parser.add_argument_group("load")
     group.add_argument(
-        "--trace", required=required, metavar="FILE",
+        "--trace", required=default_rows is None, metavar="FILE",
         help="CSV with columns prompt_tokens,output_tokens and maybe arrival_s,conv_id",
     )  # fmt: skip
     group.add_argument(
-        "--rate", type=float, metavar="R", help="Poisson arrivals a second; default: the trace's arrival_s"
+        "--rate", type=float, metavar="R",
+        help="mean requests a second, arriving at random (Poisson); default: at the trace's arrival_s",
+    )  # fmt: skip
+    group.add_argument(
+        "--requests", type=int, metavar="N",
+        help="the first N rows, over again if there are fewer; default: "
+        + ("all" if default_rows is None else f"{default_rows}, or all if there are fewer"),
+    )  # fmt: skip
+    group.add_argument(
+        "--output-scale", type=float, default=1.0, metavar="X", help="the trace's output lengths times X"
     )
     group.add_argument(
-        "--requests", type=int, metavar="N", help="the first N rows, over again if need be; default: all"
-    )
-    group.add_argument(
-        "--output-scale", type=float, default=1.0, metavar="X", help="output lengths times X; default 1"
-    )
-    group.add_argument(
-        "--seed", type=_seed, default=0, metavar="N", help="of arrivals and routing; default %(default)s"
+        "--seed", type=_seed, default=0, metavar="N", help="of random arrivals and routing; default 0"
     )
     return group
 
@@ -94,11 +97,12 @@ def add_objectives(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """What is fast enough."""
     group = parser.add_argument_group("objectives")
     group.add_argument(
-        "--ttft-slo", type=float, metavar="MS", help="time to first token, milliseconds; economic weighs it"
-    )
+        "--ttft-slo", type=float, metavar="MS",
+        help="milliseconds to the first token that are fast enough; economic weighs it",
+    )  # fmt: skip
     group.add_argument(
         "--itl-slo", type=float, metavar="MS",
-        help="time between tokens, milliseconds, mean of a request; economic weighs it",
+        help="milliseconds between tokens, mean of a request, that are fast enough; economic weighs it",
     )  # fmt: skip
     return group
 

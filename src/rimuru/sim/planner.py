@@ -261,18 +261,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The planner's flags, and with `--trace` those of a load."""
     plan_cli.add_arguments(parser)
     _add_trace_arguments(parser)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = (
+        "Where every byte would go, without loading a weight. With --trace: which card, cap and memory\n"
+        "policy would serve that load; it is simulated on every known card, or on --gpu, and the answer is\n"
+        f"the smallest that keeps {ENOUGH:.0%} of the requests within the objectives (exit code 1: none)."
+    )
     parser.epilog = (
-        "Without --trace: the memory plan of one machine. With it: the load is simulated on --gpu, or on "
-        "every known card, and the answer is the smallest card, and the policy, that keep 99 % of the "
-        "requests within the objectives. Exit code 1 where none does."
+        "examples:\n"
+        "  rimuru plan MODEL --device-memory 24GB --host-memory 64GB\n"
+        "  rimuru plan MODEL --gpu rtx-5090 --map\n"
+        "  rimuru plan MODEL --trace lengths.csv --rate 4 --ttft-slo 1000 --itl-slo 50"
     )
 
 
 def _add_trace_arguments(parser: argparse.ArgumentParser) -> None:
-    load = add_load(parser, required=False)
-    load.description = (
-        f"with --trace FILE a load is simulated; of its rows the first {REQUESTS} unless told otherwise"
-    )
+    add_load(parser, default_rows=REQUESTS)
     goals = add_objectives(parser)
     goals.description = f"with --trace; where neither is given, {TTFT_MS:g} and {ITL_MS:g} ms"
     add_assumptions(parser).description = "with --trace; host memory is 256 GiB unless --host-memory is given"

@@ -48,9 +48,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--requests", default="1,4,16", metavar="B[,B]", help="interleaved requests; default %(default)s"
     )
-    parser.add_argument("--experts", type=int, help="experts a layer; default: the highest id seen, plus 1")
-    parser.add_argument("--steps", type=int, default=2500, help="steps at most; default %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="order of the sequences; default %(default)s")
+    parser.add_argument(
+        "--experts", type=int, metavar="N", help="experts a layer; default: the highest id seen, plus 1"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=2500, metavar="N", help="steps at most; default %(default)s"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="order of the sequences; default %(default)s"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
