@@ -1,17 +1,21 @@
 """What a plan counts on a GPU, without one."""
 
+import dataclasses
+import re
+
 import pytest
 from support.tiny import tiny_checkpoint
 
 from rimuru.engine.config import EngineConfig
 from rimuru.engine.plan import STREAM_PAGES, MemoryPlan, plan_memory, sizes_of
+from rimuru.errors import MemoryPlanError
 from rimuru.models.config import load_model_config
 
 
 def gpu_plan(tied: bool = False, **options) -> MemoryPlan:
     path = tiny_checkpoint("qwen3_moe", tie_word_embeddings=tied)
-    config = EngineConfig(model=str(path), max_num_seqs=4, max_num_batched_tokens=64, **options)
-    model = load_model_config(path)
+    config = EngineConfig(**{"model": str(path), "max_num_seqs": 4, "max_num_batched_tokens": 64, **options})
+    model = dataclasses.replace(load_model_config(path), max_position_embeddings=4096)
     return plan_memory(
         config, sizes_of(model, config, 4), device_available=16 << 30, host_available=1 << 30,
         device_is_host=False,
@@ -66,3 +70,46 @@ def test_an_embedding_table_that_is_the_output_head_too_stays_on_the_device():
     roomy = gpu_plan(tied=True)
     plan = gpu_plan(device_memory=roomy.device_bytes - roomy.pool_bytes // 2, tied=True)
     assert plan.embedding_host_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"host_memory": 1},  # more alone would not do
+        {"memory_policy": "fixed"},  # nor would another policy
+        {"memory_policy": "static", "resident_experts": 20, "max_model_len": 16},
+        {
+            "memory_policy": "fixed",
+            "max_model_len": 4096,
+            "max_num_seqs": 1,
+        },  # longer than `ROOMY` allows for
+    ],
+)
+def test_all_that_a_refusal_advises_starts(options):
+    with pytest.raises(MemoryPlanError) as refusal:
+        gpu_plan(device_memory=1, **options)
+    said = str(refusal.value)
+    assert "needed at least:" in said
+    advice = [{"device_memory": int(n)} for n in re.findall(r"--device-memory (\d+)", said)]
+    advice += [{"host_memory": int(n)} for n in re.findall(r"--host-memory (\d+)", said)]
+    if "--memory-policy reactive" in said:
+        advice.append({"memory_policy": "reactive", "resident_experts": None})
+    assert advice
+    for change in advice:
+        gpu_plan(**{"device_memory": 1, **options, **change})
+
+
+def test_a_refusal_names_the_other_ways_that_do_start():
+    everything = gpu_plan()
+    cap = everything.device_bytes - everything.pool_bytes + 24 * expert_bytes(everything)
+    with pytest.raises(MemoryPlanError, match="or --memory-policy reactive"):
+        gpu_plan(device_memory=cap, memory_policy="fixed")
+    with pytest.raises(MemoryPlanError, match=r"or --host-memory \d+ .*; now, 0 B"):
+        gpu_plan(device_memory=cap, host_memory=1)
+
+
+def test_where_too_few_experts_have_a_host_copy_no_device_memory_is_advised():
+    with pytest.raises(MemoryPlanError, match="raise --host-memory or --resident-experts") as refusal:
+        gpu_plan(device_memory=1, memory_policy="static", resident_experts=5, host_memory=100_000)
+    assert "--device-memory" not in str(refusal.value)

@@ -372,18 +372,17 @@ def plan_memory(
         share = device_available * (0.5 if device_is_host else config.gpu_memory_utilization)
         cap = min(int(share), fixed + everything * geometry.huge_bytes)
 
+    expert_bytes = geometry.classes[expert_class].page_bytes
+    kept = total if config.resident_experts is None else config.resident_experts
+    gpu = not device_is_host and reserve is None
     aside = 0
-    enough = min(blocks, -(-ROOMY // config.block_size))
-    if not device_is_host and reserve is None:
-        short = max(0, cap - fixed) // geometry.huge_bytes < roots(
-            total, config.max_num_seqs * enough, config.max_num_seqs
-        )
+    if gpu:
+        enough = max(blocks, config.max_num_seqs * min(blocks, -(-ROOMY // config.block_size)))
+        left = cap - fixed - (STREAM_PAGES * expert_bytes if kept < total else 0)
+        short = left // geometry.huge_bytes < roots(total, enough, config.max_num_seqs)
         # A step reads one row a token of it: no other bytes are as cheap to do without.
         aside = sizes.embedding if short and sizes.embedding < host_available else 0
         weights, fixed = weights - aside, fixed - aside
-
-    expert_bytes = geometry.classes[expert_class].page_bytes
-    kept = total if config.resident_experts is None else config.resident_experts
 
     def lendable_under(cap: int) -> int:
         """Experts that get a host copy."""
@@ -412,11 +411,10 @@ def plan_memory(
 
     huge, capacity = lay_out()
     floor = policy.least_resident(capacity)
-    if lendable and not device_is_host and reserve is None:
+    if lendable and gpu and (huge < roots(floor, least_blocks) or policy.start(capacity) < total):
         # Where all experts begin resident those lent later are few, and read in place.
-        if huge < roots(floor, least_blocks) or policy.start(capacity) < total:
-            streaming = STREAM_PAGES * expert_bytes
-            huge, capacity = lay_out()
+        streaming = STREAM_PAGES * expert_bytes
+        huge, capacity = lay_out()
     fixed += streaming
     if huge < roots(floor, least_blocks):
         parts = [

@@ -214,9 +214,7 @@ class Static:
         self.resident = resident
 
     def least_resident(self, capacity: Capacity) -> int:
-        return min(self.resident, capacity.expert_total)
-
-    def start(self, capacity: Capacity) -> int:
+        """As many as were asked for. Raises where no pool, however large, could serve with so many."""
         c = capacity
         if self.resident > c.expert_total:
             raise ConfigError(f"--resident-experts {self.resident}: the model has {c.expert_total} experts")
@@ -226,7 +224,10 @@ class Static:
                 f"({c.expert_lendable} of {c.expert_total} experts have a host copy); raise --host-memory "
                 f"or --resident-experts"
             )
-        start_check(self, c)
+        return self.resident
+
+    def start(self, capacity: Capacity) -> int:
+        start_check(self, capacity)
         return self.resident
 
     def decide(self, snapshot: Snapshot) -> BoundaryPlan:
