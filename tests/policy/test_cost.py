@@ -19,7 +19,7 @@ from rimuru.policy.cost import (
 
 # Qwen1.5-MoE-A2.7B in bf16
 QWEN = ModelCost(
-    moe_layers=24, experts=60, top_k=4, expert_bytes=3 * 1408 * 2048 * 2, dense_bytes=int(3.66e9),
+    moe_layers=24, experts=60, top_k=4, expert_bytes=3 * 1408 * 2048 * 2, dense_bytes=int(3.10e9),
     kv_bytes_per_token=2 * 24 * 2048 * 2, flops_per_token=2 * 2.7e9,
 )  # fmt: skip
 
@@ -28,15 +28,27 @@ def decode(batch: int, context: int = 1024, missed: float = 0.0) -> Step:
     return Step(batch, batch * context, touched=expected_touched(60, 4, batch), missed=missed)
 
 
-def test_decode_times_are_near_those_measured():
-    """ms a step of vLLM 0.26 on an H200, everything resident, context 1,024.
+# Qwen3-30B-A3B in bf16
+QWEN3 = ModelCost(
+    moe_layers=48, experts=128, top_k=8, expert_bytes=3 * 768 * 2048 * 2, dense_bytes=int(2.46e9),
+    kv_bytes_per_token=2 * 48 * 512 * 2, flops_per_token=2 * 2.73e9,
+)  # fmt: skip
+SERVER = 0.352e-3  # seconds a step that `bench latency` does not have
 
-    The factors come from served throughput, not from these four; 25 % is what such a plain model can
-    be held to (12 % at batch 32 was found when it was made; batch 1 is nearly all launch overhead).
-    """
-    model = CostModel(QWEN, gpu("h200"))
-    for batch, ms in ((8, 5.27), (32, 8.87), (128, 15.86)):
-        assert model.seconds(decode(batch)) * 1e3 == pytest.approx(ms, rel=0.25)
+# ms a step of vLLM 0.26 on an H200, everything resident, context 1,024, without a server
+MEASURED = [
+    *((QWEN, batch, ms) for batch, ms in ((1, 2.53), (8, 5.27), (32, 8.87), (128, 15.86))),
+    *((QWEN3, batch, ms) for batch, ms in ((1, 4.16), (8, 9.30), (32, 16.14), (128, 21.17))),
+]
+
+
+@pytest.mark.parametrize(("model", "batch", "ms"), MEASURED)
+def test_decode_times_are_those_measured_within_8_percent(model, batch, ms):
+    """Two of the three factors that count here come from served throughput, the time a layer from these: at
+    most 7.3 % off, at batch 32, where the kernels come nearer to the memory's rate than elsewhere."""
+    touched = expected_touched(model.experts, model.top_k, batch)
+    seconds = CostModel(model, gpu("h200")).seconds(Step(batch, batch * 1024, touched=touched)) - SERVER
+    assert seconds * 1e3 == pytest.approx(ms, rel=0.08)
 
 
 def test_misses_are_free_until_the_link_is_full():
