@@ -9,8 +9,7 @@ Predictions, before the first run (one H200):
 
 1. `rows` (one to four rows): 1 us over the bytes at every shape, because all of a program's weights are
    asked for before it waits; cuBLAS takes 3-4 us over them and another 2 for a bias or split sums.
-2. `few` at 8 rows: 16 columns and one warp with 256-deep stages is best, 1.5 us over the bytes; the 32 x 128
-   tile of two warps wins at N = 151,936. At 32 rows cuBLAS comes within 2 us of it.
+2. `few` (one to eight rows): 1.2 us over the bytes where all of the weight is held at once.
 3. `moe_block` of one token: 41 us for Qwen1.5-MoE (138 MB: 33 us), where the plain launches take 74;
    26 us for Qwen3-30B (75 MB: 18 us) beside 42. Rows beat tiles up to 4 tokens by 2 us, lose at 8.
 4. A layer with attention over 1,024 tokens, batch 1: 62 us and 47 us.
@@ -31,7 +30,7 @@ from moe_case import QWEN3, QWEN15, Layer
 from rimuru.kernels import reference
 from rimuru.kernels import triton as kernels
 from rimuru.kernels.triton import router
-from rimuru.kernels.types import KVLayout, MoeBlock
+from rimuru.kernels.types import KVLayout, KVView, MoeBlock
 
 RATE = 4.2e6  # bytes a microsecond
 BF16 = torch.bfloat16
@@ -52,15 +51,17 @@ def linears() -> None:
     for n, k in ((6144, 2048), (5120, 2048), (2048, 2048), (2048, 4096), (151_936, 2048)):
         copies = max(2, min(24, (300 << 20) // (2 * n * k)))
         weights, bias = [draw(n, k) for _ in range(copies)], draw(n)
-        for tokens in (1, 3, 8, 16):
+        for tokens in (1, 2, 8):
             linear_times(weights, bias, draw(tokens, k) * k**0.5)
 
 
 def linear_times(weights: list[torch.Tensor], bias: torch.Tensor, x: torch.Tensor) -> None:
     (tokens, k), n = x.shape, len(bias)
     calls = {"cublas": lambda w: F.linear(x, w, bias)}
-    if tokens <= 3:
+    if tokens <= 2:
         calls["rows"] = partial(lin.rows_linear, x, bias=bias)
+    if tokens <= lin.FEW and n < 100_000:
+        calls["few"] = partial(lin.few_linear, x, bias=bias)
     want = F.linear(x.float(), weights[0].float(), bias.float())
     for name, call in calls.items():
         error = ((call(weights[0]).float() - want).norm() / want.norm()).item()
@@ -152,25 +153,21 @@ def block_times(block: Block, tokens: int) -> None:
     row(f"block {block.layer.shape.name} {tokens}", times, sum(map(block.nbytes, steps)) / len(steps) / RATE)
 
 
-def own_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return lin.rows_linear(x, weight, bias) if len(x) <= 2 else F.linear(x, weight, bias)
-
-
 class Stack:
     """Eight layers' attention of a model's shape around one MoE block; decode at context 1,024."""
 
     def __init__(self, block: Block, q_heads: int, heads: int, count: int, biased: bool):
         self.block, self.q_heads, self.count = block, q_heads, count
         rows, hidden = (q_heads + 2 * heads) * 128, 2048
-        self.layout = KVLayout(layers=1, block_tokens=16, heads=heads, head_dim=128, grain=8192, dtype=BF16)
+        self.layout = KVLayout(layers=8, block_tokens=16, heads=heads, head_dim=128, grain=8192, dtype=BF16)
         self.weights = [(draw(rows, hidden), draw(hidden, q_heads * 128)) for _ in range(8)]
         self.bias = draw(rows) if biased else None
         self.head = None if biased else torch.rand(128, device="cuda").to(BF16)
         self.rope = reference.rope_table(4096, 128, 1e6, torch.device("cuda"))
 
-    def step(self, linear, after, start, kv, meta) -> torch.Tensor:
+    def step(self, linear, after, start, views, meta) -> torch.Tensor:
         x, residual = start
-        for qkv, out in self.weights:
+        for (qkv, out), kv in zip(self.weights, views, strict=True):
             wide = linear(x, qkv, self.bias)
             q = kernels.qkv_to_cache(wide, self.q_heads, kv, meta, self.rope, self.head, self.head)
             x = linear(kernels.attention(q, kv, meta, 128**-0.5), out, None)
@@ -178,14 +175,17 @@ class Stack:
         return x
 
     def times(self, tokens: int) -> None:
-        kv_bytes = tokens * 1024 * self.layout.heads * 512
-        pool = torch.zeros(kv_bytes + (64 << 20), dtype=torch.uint8, device="cuda")
+        kv_bytes = tokens * 1024 * self.layout.heads * 512  # of a layer
+        pool = torch.zeros(8 * kv_bytes + (64 << 20), dtype=torch.uint8, device="cuda")
+        pool.view(BF16).normal_()
         kv, meta = make_step(self.layout, [1024] * tokens, [1] * tokens, pool)
+        meta.max_seq_len = 2048  # the bound of a captured step
+        views = [KVView(kv.pool, kv.table, layer, self.layout) for layer in range(8)]
         [start] = self.block.steps(tokens, 1)
         variants = {
-            "plain": partial(self.step, F.linear, self.block.plain, start, kv, meta),
-            "fused, cuBLAS": partial(self.step, F.linear, self.block.fused, start, kv, meta),
-            "fused": partial(self.step, own_linear, self.block.fused, start, kv, meta),
+            "plain": partial(self.step, F.linear, self.block.plain, start, views, meta),
+            "fused, cuBLAS": partial(self.step, F.linear, self.block.fused, start, views, meta),
+            "fused": partial(self.step, kernels.linear, self.block.fused, start, views, meta),
         }
         times = replay_times(variants, calls=len(self.weights), rounds=3, budget_ms=8)
         nbytes = sum(w.nbytes for w in self.weights[0]) + kv_bytes + self.block.nbytes(start)
@@ -203,7 +203,7 @@ def main() -> None:
         every = [Block(QWEN15, 5632, False), Block(QWEN3, 0, True)]
         if "layer" in chosen:
             for stack in (Stack(every[0], 16, 16, 24, True), Stack(every[1], 32, 4, 48, False)):
-                for tokens in (1, 8, 32):
+                for tokens in (1, 2, 8, 32):
                     stack.times(tokens)
         if "block" in chosen:
             for block in every:

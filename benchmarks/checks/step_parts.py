@@ -7,7 +7,7 @@ from harness import Report, capture, device_copy_rate, replay_times
 
 from checks.attention import COPY_RATE, SHAPES, make_step
 from rimuru.kernels import reference, sampling
-from rimuru.kernels.triton import apply_edits, move_pages, qkv_to_cache, rms_norm
+from rimuru.kernels.triton import apply_edits, linear, move_pages, qkv_to_cache, rms_norm
 
 PAGE = 3 << 19  # bytes: 1.5 MiB, the KV page of Qwen3-30B
 GRAIN = 8192
@@ -21,6 +21,15 @@ def check(report: Report) -> None:
         got, want = rms_norm(x, weight, 1e-6, residual), reference.rms_norm(x, weight, 1e-6, residual)
         report.close(f"rms_norm {dtype}", got[0], want[0], limit)
         report.equal(f"rms_norm sum {dtype}", got[1], want[1])
+
+    for dtype in (torch.float16, torch.bfloat16):
+        for n, k in ((2048, 4096), (2048, 2048), (6144, 2048), (5120, 2048)):
+            x, weight = torch.randn(8, k, device="cuda").to(dtype), torch.randn(n, k, device="cuda").to(dtype)
+            bias = torch.randn(n, device="cuda").to(dtype) * k**0.5
+            for tokens in (1, 2, 3, 8):
+                got = linear(x[:tokens], weight, bias)
+                want = reference.linear(x[:tokens].double(), weight.double(), bias.double())
+                report.close(f"linear {tokens} x {n} x {k} {dtype}", got, want, LIMITS[dtype])
 
     rope = reference.rope_table(4096, 128, 1e6, torch.device("cuda"))
     for model, (layout, q_heads) in SHAPES.items():
