@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from rimuru.errors import ConfigError
 from rimuru.policy.cost import (
+    ZERO_COPY,
     CostModel,
     Factors,
     ModelCost,
@@ -49,6 +50,21 @@ def test_decode_times_are_those_measured_within_8_percent(model, batch, ms):
     touched = expected_touched(model.experts, model.top_k, batch)
     seconds = CostModel(model, gpu("h200")).seconds(Step(batch, batch * 1024, touched=touched)) - SERVER
     assert seconds * 1e3 == pytest.approx(ms, rel=0.08)
+
+
+@pytest.mark.parametrize(("batch", "ms"), [(1, 67.5), (16, 461)])
+def test_vllm_s_cpu_offload_takes_the_time_of_its_link(batch, ms):
+    """Qwen3-30B at 40 GB with `--cpu-offload-gb 32`: the first layers, whole, lie in host memory and kernels
+    read there what they touch, at 49.6 GB/s. Nothing is fitted to these; 0.1 and 1.5 % off."""
+    attention = (2 * 2048 * 4096 + 2 * 2048 * 512 + 2048 * 128) * 2
+    out = 32 * 2**30 / (QWEN3.experts * QWEN3.expert_bytes + attention)  # layers
+    card = replace(gpu("h200"), link_bytes_s=gpu("h200").link_bytes_s * ZERO_COPY)
+    dense = QWEN3.dense_bytes - 48 * attention
+    touched = expected_touched(128, 8, batch) + attention / QWEN3.expert_bytes
+    missed = np.clip(out - np.arange(48), 0, 1) * touched
+    step = Step(batch, batch * 1024, touched=np.full(48, touched), missed=missed)
+    seconds = CostModel(replace(QWEN3, dense_bytes=dense), card).seconds(step) - SERVER
+    assert seconds * 1e3 == pytest.approx(ms, rel=0.03)
 
 
 def test_misses_are_free_until_the_link_is_full():
