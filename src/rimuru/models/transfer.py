@@ -14,7 +14,6 @@ import ctypes
 import logging
 import os
 import struct
-import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from functools import cache
@@ -24,7 +23,7 @@ from threading import Event
 import torch
 
 from rimuru.errors import CheckpointError
-from rimuru.kernels.cpu import build
+from rimuru.kernels import c_library
 from rimuru.kernels.host_memory import HostMemory, threads
 from rimuru.models.safetensors_file import DTYPES, StoredTensor
 
@@ -265,9 +264,8 @@ class _Ranges:
 def _library() -> tuple[ctypes.CDLL, ctypes.PyDLL] | None:
     """transfer.c, compiled, as (releases the GIL, holds it); None where that is not possible."""
     try:
-        path = str(build.library(SOURCE, ["-std=gnu11", "-O2", "-fPIC"], "transfer"))
-        libraries = ctypes.CDLL(path), ctypes.PyDLL(path)
-    except (OSError, subprocess.SubprocessError) as error:
+        libraries = c_library.load(SOURCE, ["-std=gnu11", "-O2", "-fPIC"])
+    except OSError as error:
         logger.warning("weights load more slowly: %s could not be compiled (%s)", SOURCE.name, error)
         return None
     work, driver, failure = map(ctypes.POINTER, (_Work, _Driver, _Failure))

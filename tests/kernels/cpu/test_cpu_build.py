@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rimuru.kernels import reference
+from rimuru.kernels import c_library, reference
 from rimuru.kernels.cpu import build
 
 PROBE = """
@@ -87,7 +87,7 @@ def test_two_processes_may_compile_at_once_and_share_torchs_threads(tmp_path):
 def test_a_damaged_library_is_compiled_again(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(build, "FLAGS", [*build.FLAGS, "-O0"])
-    library = build._library()
+    library = c_library.compiled(build.SOURCE, build._flags())
     library.write_bytes(b"")
     assert build.load() is not None
     assert library.stat().st_size > 0
