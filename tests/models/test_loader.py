@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shutil
@@ -105,6 +106,22 @@ def test_progress_rises_to_one():
     load_weights(path, model, lambda layer, e: scrap, lambda what, share: seen.append(share))
     assert seen == sorted(seen)
     assert seen[-1] == 1.0
+
+
+def test_no_garbage_is_collected_during_a_load_and_again_after_it():
+    path, seen = tiny_checkpoint("mixtral"), []
+    model = build_model(load_model_config(path), reference, "cpu", torch.float32)
+
+    def sink(layer, expert):
+        seen.append(gc.isenabled())
+        if len(seen) == 5:
+            raise MemoryError("no page left")
+        return torch.empty(2 * 96, 64), torch.empty(64, 96)
+
+    with pytest.raises(MemoryError, match="no page left"):
+        load_weights(path, model, sink)
+    assert not any(seen)
+    assert gc.isenabled()
 
 
 # -- what is wrong is named, all of it -----------------------------------------------------
