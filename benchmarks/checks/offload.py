@@ -29,7 +29,8 @@ from rimuru.errors import RimuruError
 
 LINK = 54.5e9  # bytes/s of the copy engine; the kernel's own reads reach 51e9
 STEPS = 24
-SETTLE = 120  # steps in which the residency policy learns what the requests touch
+# Steps in which the residency policy learns what requests touch; of uniform routing there is nothing to learn.
+SETTLE = {"model": 120, "uniform": 20}
 QWEN3_BARS = {1: 6.5, 4: 21.0, 16: 100.0}  # ms a step, routing as a real model's
 VLLM = {1: 67.5, 16: 461.0}  # ms a step with its own offloading, uniform routing
 EXPERT = 3 * 2048 * 768 * 2
@@ -89,11 +90,11 @@ def capped(report: Report, name: str, routing: str) -> None:
     for batch, bar in QWEN3_BARS.items():
         fill(core, batch, 400)
         times, misses, hits = [], [], []
-        for step in range(SETTLE + STEPS):
+        for step in range(SETTLE[name] + STEPS):
             before = core.memory.expert_misses, core.memory.expert_hits
             began = time.perf_counter()
             core.step()
-            if step >= SETTLE:  # the residency policy has seen some steps
+            if step >= SETTLE[name]:
                 times.append((time.perf_counter() - began) * 1e3)
                 misses.append(core.memory.expert_misses - before[0])
                 hits.append(core.memory.expert_hits - before[1])
