@@ -124,10 +124,9 @@ class GatedAttention(Attention):
             [2 * q_size, 2 * q_size + kv.layout.heads * self.head_dim], dim=-1
         )
         q, gate = both.view(tokens, self.q_heads, 2, self.head_dim).unbind(2)
-        k = k.view(tokens, -1, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
-            q, _ = self.norm(q, self.q_norm, self.eps)
-            k, _ = self.norm(k, self.k_norm, self.eps)
+            q, _ = self.norm(q.reshape(-1, self.head_dim), self.q_norm, self.eps)
+            k, _ = self.norm(k.reshape(-1, self.head_dim), self.k_norm, self.eps)
         qkv = torch.cat([q.reshape(tokens, -1), k.reshape(tokens, -1), v], dim=-1)
         q = self.to_cache(qkv, self.q_heads, kv, meta, self.rope, None, None, self.eps)
         mixed = self.attend(q, kv, meta, self.scale, self.window) * gate.reshape(tokens, -1).sigmoid()
