@@ -29,7 +29,7 @@ from rimuru.errors import RimuruError
 
 LINK = 54.5e9  # bytes/s of the copy engine; the kernel's own reads reach 51e9
 STEPS = 24
-# Steps in which the residency policy learns what requests touch; of uniform routing there is nothing to learn.
+# Steps in which the residency policy learns what requests touch; uniform routing has nothing to be learnt.
 SETTLE = {"model": 120, "uniform": 20}
 QWEN3_BARS = {1: 6.5, 4: 21.0, 16: 100.0}  # ms a step, routing as a real model's
 VLLM = {1: 67.5, 16: 461.0}  # ms a step with its own offloading, uniform routing
