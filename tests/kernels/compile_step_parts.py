@@ -41,11 +41,11 @@ def kernels(chip: int):
             T=2, K=k, BIAS=True, BLOCK_N=block_n, BLOCK_K=1 << (k - 1).bit_length(), PDL=pdl,
             num_warps=4, num_stages=1, launch_pdl=pdl, grid=(1,),
         )  # fmt: skip
-    for rows, n, k in ((1, 6144, 2048), (2, 2048, 4096), (8, 2048, 2048), (8, 2048, 4096)):
-        if linear.holds_at_once(rows, n, k, 132, SHARED_LIMIT[chip]):
-            yield f"linear of few rows {rows} x {n} x {k}", linear.few_kernel.warmup(
-                bf16, bf16, bf16, bf16, rows, n,
-                T=rows, FEW=linear.FEW, K=k, PARTS=k // 256, BIAS=True, BLOCK_N=16, PDL=pdl,
+    for k in (2048, 4096):
+        if linear.holds_at_once(2048, k, 132, SHARED_LIMIT[chip]):
+            yield f"linear of few rows {k}", linear.few_kernel.warmup(
+                bf16, bf16, bf16, bf16, 8, 2048,
+                T=linear.FEW, K=k, PARTS=k // 256, BIAS=True, BLOCK_N=16, PDL=pdl,
                 num_warps=k // 256, num_stages=1, launch_pdl=pdl, grid=(1,),
             )  # fmt: skip
     yield (

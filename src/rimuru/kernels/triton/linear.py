@@ -3,10 +3,9 @@
 Room: `linear`. Rule: cuBLAS for everything but the two kinds of product of 16-bit values below, where its
 latencies and split sums cost more than the bytes. Sums are float32 in one fixed order, rounded once.
 
-A program asks for all of its weight rows before it waits for the kernel ahead. It holds 16 of them in shared
-memory and multiplies on tensor cores, each warp a part of K, while all programs are on the chip at once: so
-the whole weight is on its way before the rows are there. One row or two of more weights than that (the
-logits) are multiplied without tensor cores, by programs that hold a few weight rows in registers.
+A program asks for all of its weight rows before it waits for the kernel ahead. For one row or two it holds
+a few of them in registers; for up to eight it holds 16 in shared memory and multiplies on tensor cores, each
+warp a part of K. The second kind wins only while all of its programs are on the chip at once.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from .launch import begin_early, dependent
 
 ROWS = 2  # most rows that multiply weights held in registers
 FEW = 8  # most rows that multiply weights held in shared memory
-_BLOCK = 16  # weight rows of such a program
 _WIDEST = 4096  # longest row of weights that fits the registers
 _HELD = 8192  # weights a program holds in registers
+_BLOCK = 16  # weight rows that a program holds in shared memory
 _PART = 256  # of K, a warp on tensor cores
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -33,34 +32,23 @@ _HALF = (torch.bfloat16, torch.float16)
 @triton.jit(do_not_specialize=["tokens"])
 def few_kernel(
     x, weight, bias, out, tokens, N,
-    T: tl.constexpr, FEW: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr,
-    BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    T: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """`BLOCK_N` columns of all rows, at most T; a warp sums one of PARTS parts of K. Grid: (blocks of N,).
-
-    T is a power of two up to FEW, the rows of the product: it repeats them, which takes less shared memory
-    than padding would.
-    """
-    DEEP: tl.constexpr = K // PARTS
+    """`BLOCK_N` columns of all rows, at most T; a warp sums one of PARTS parts of K. Grid: (blocks of N,)."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, PARTS)[:, None, None] * DEEP + tl.arange(0, DEEP)[None, None, :]
+    t = tl.arange(0, T)
+    k = tl.arange(0, PARTS)[:, None, None] * (K // PARTS) + tl.arange(0, K // PARTS)[None, None, :]
     w = tl.load(weight + n[None, :, None].to(tl.int64) * K + k, mask=(n < N)[None, :, None], other=0.0)
     if BIAS:
         b = tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
     begin_early(PDL)
-    t = tl.arange(0, T)[None, :, None]
-    row = tl.load(x + t * K + k, mask=t < tokens, other=0.0)
-    if T == 1:
-        row = tl.broadcast_to(row, [PARTS, FEW, DEEP])
-    elif T < FEW:
-        row = tl.broadcast_to(row[:, None, :, :], [PARTS, FEW // T, T, DEEP])
-        row = tl.reshape(row, [PARTS, FEW, DEEP])
+    row = tl.load(x + t[None, :, None] * K + k, mask=(t < tokens)[None, :, None], other=0.0)
     total = tl.sum(tl.dot(w, tl.permute(row, (0, 2, 1))), 0)
     if BIAS:
         total += b[:, None]
-    column = tl.arange(0, FEW)[None, :]
-    keep = (n < N)[:, None] & (column < tokens)
-    tl.store(out + column * N + n[:, None], total.to(out.dtype.element_ty), mask=keep)
+    keep = (n < N)[:, None] & (t < tokens)[None, :]
+    tl.store(out + t[None, :] * N + n[:, None], total.to(out.dtype.element_ty), mask=keep)
 
 
 def few_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -69,14 +57,10 @@ def few_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
     out, pdl = torch.empty((tokens, n), dtype=x.dtype, device=x.device), dependent(x)
     few_kernel[(triton.cdiv(n, _BLOCK),)](
         x, weight, weight if bias is None else bias, out, tokens, n,
-        T=_rows_held(tokens), FEW=FEW, K=k, PARTS=k // _PART, BIAS=bias is not None, BLOCK_N=_BLOCK,
+        T=FEW, K=k, PARTS=k // _PART, BIAS=bias is not None, BLOCK_N=_BLOCK,
         PDL=pdl, num_warps=k // _PART, num_stages=1, launch_pdl=pdl,
     )  # fmt: skip
     return out
-
-
-def _rows_held(tokens: int) -> int:
-    return tokens if tokens <= 2 else FEW
 
 
 @cache
@@ -87,14 +71,11 @@ def _chip(device: torch.device) -> tuple[int, int]:
     return properties.multi_processor_count, shared
 
 
-def holds_at_once(tokens: int, n: int, k: int, multiprocessors: int, shared: int) -> bool:
-    """Whether `few_kernel` holds all of a weight `[n, k]`, and most multiprocessors have a program."""
-    # The weights, and the rows on their way to the tensor cores. Each block costs 1 KiB more, and a
-    # multiprocessor has 1 KiB more than one block may use.
-    block = 2 * k * (_BLOCK + _rows_held(tokens)) + 1024
-    together = (shared + 1024) // block * multiprocessors
+def holds_at_once(n: int, k: int, multiprocessors: int, shared: int) -> bool:
+    """Whether `few_kernel` reads a weight `[n, k]` in one go, most multiprocessors having a program."""
     whole = k % _PART == 0 and k & (k - 1) == 0
-    return whole and multiprocessors // 2 < triton.cdiv(n, _BLOCK) <= together
+    fits = 2 * k * (_BLOCK + FEW) <= shared  # the weights, and the rows on their way to the tensor cores
+    return whole and fits and multiprocessors // 2 < triton.cdiv(n, _BLOCK) <= multiprocessors
 
 
 @triton.jit
@@ -135,11 +116,11 @@ def rows_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`x [T, K] @ weight [N, K].T + bias [N]` -> `[T, N]`: as `rimuru.kernels.reference.linear`."""
-    (tokens, k), n = x.shape, weight.shape[0]
+    tokens, k = x.shape
     if 0 < tokens <= FEW and x.dtype in _HALF and weight.is_contiguous():
-        # Without an early launch nothing is read ahead.
-        if dependent(x) and holds_at_once(tokens, n, k, *_chip(x.device)):
-            return few_linear(x.contiguous(), weight, bias)
         if tokens <= ROWS and k <= _WIDEST and k % 8 == 0:
             return rows_linear(x.contiguous(), weight, bias)
+        # Without an early launch nothing is read ahead.
+        if tokens > ROWS and dependent(x) and holds_at_once(len(weight), k, *_chip(x.device)):
+            return few_linear(x.contiguous(), weight, bias)
     return dense_linear(x, weight, bias)
