@@ -12,6 +12,7 @@ from importlib import import_module
 
 import torch
 from triton import knobs
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from .compile_only import _pretend
@@ -34,6 +35,8 @@ def main() -> None:
     from rimuru.kernels.triton.ahead import compiling
 
     compiled: list[str] = []
+    launchers: list[str] = []  # built from (source, metadata)
+    driver.active.launcher_cls = lambda source, metadata: launchers.append(metadata.name)
     knobs.runtime.jit_post_compile_hook = lambda *, fn, **_: compiled.append(fn.name)
     run = JITFunction.run
     with compiling():
@@ -41,7 +44,8 @@ def main() -> None:
     during, restored = len(compiled), JITFunction.run is run
     JITFunction.run = lambda kernel, *args, warmup, **options: run(kernel, *args, warmup=True, **options)
     launches()
-    print(json.dumps({"during": during, "after": len(compiled) - during, "restored": restored}))
+    after = len(compiled) - during
+    print(json.dumps({"during": during, "launchers": len(launchers), "after": after, "restored": restored}))
 
 
 if __name__ == "__main__":

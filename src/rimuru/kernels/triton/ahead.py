@@ -7,13 +7,14 @@ launched, as without this file.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import triton
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from ..host_memory import threads
@@ -38,10 +39,23 @@ def compiling() -> Iterator[None]:
 
     JITFunction.run = compile_only
     try:
-        with ThreadPoolExecutor(threads(), "compiler") as pool, triton.AsyncCompileMode(pool):
+        with _Compiler(threads(), "compiler") as pool, triton.AsyncCompileMode(pool):
             yield
     finally:
         JITFunction.run = run
+
+
+class _Compiler(ThreadPoolExecutor):
+    """Compiles a kernel and, with the machine's C compiler, what launches it: both stay in Triton's cache."""
+
+    def submit(self, compile_kernel: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        return super().submit(_with_launcher, compile_kernel)
+
+
+def _with_launcher(compile_kernel: Callable[[], Any]) -> Any:
+    kernel = compile_kernel()
+    driver.active.launcher_cls(kernel.src, kernel.metadata)
+    return kernel
 
 
 def _kind(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Hashable:
