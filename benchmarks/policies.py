@@ -4,7 +4,8 @@
 with `--again economic,static` it runs those policies again for the cases that FILE holds (static with the
 split found before), and with `--table` it prints them as Markdown (`docs/benchmarks/policies.md`).
 
-A case is a model under a cap, a card, a routing, a rate and an overlap. Static splits are searched over the
+A case is a model under a cap, a card, a routing, a rate, an overlap and a seed: of the arrivals, and which
+requests of the trace they are. Static splits are searched over the
 number of experts lent: a grid, then the two neighbours' middles around the best, twice. Hindsight
 knows the load; a policy does not.
 """
@@ -61,13 +62,14 @@ class Case:
     rate: float
     overlap: str = "layer"
     requests: int = 150
+    seed: int = 0
 
 
-def cases(requests: int, overlap: str) -> list[Case]:
+def cases(requests: int, overlap: str, seed: int) -> list[Case]:
     """All of them, the largest spread of questions first."""
     out = []
     for level, (model, card), routing in product((2, 1, 0), RATES, ("uniform", "model")):
-        out.append(Case(model, card, routing, RATES[model, card][level], overlap, requests))
+        out.append(Case(model, card, routing, RATES[model, card][level], overlap, requests, seed))
     return out
 
 
@@ -86,8 +88,8 @@ class Bench:
         source = "uniform" if case.routing == "uniform" else str(shared / "routing" / "routing_model.json")
         c = self.config
         self.routing = load_routing(source, len(c.moe_layers), c.num_experts, c.top_k, folder)
-        rows = read_trace(shared / "traces" / "sharegpt_vllm_style.csv")
-        self.arrivals = shape(rows, requests=case.requests, rate=case.rate, seed=0, output_scale=0.43)
+        rows = read_trace(shared / "traces" / "sharegpt_vllm_style.csv")[case.seed * case.requests :]
+        self.arrivals = shape(rows, requests=case.requests, rate=case.rate, seed=case.seed, output_scale=0.43)
 
     def run(self, policy: str, **options: Any) -> dict[str, Any] | None:
         """The result, or None where the policy cannot start."""
@@ -178,6 +180,7 @@ def main() -> None:
     parser.add_argument("--shared", type=Path, help="folder with models/, routing/ and traces/")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--requests", type=int, default=150)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--overlap", choices=("layer", "step"), default="layer")
     parser.add_argument("--only", default="", help="cases whose text holds this")
     parser.add_argument("--again", metavar="P[,P...]", help="run these policies again for the cases in FILE")
@@ -185,13 +188,13 @@ def main() -> None:
     args = parser.parse_args()
     rows = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
     if args.table:
-        print(markdown([r for r in rows if r["overlap"] == args.overlap]))
+        print(markdown([r for r in rows if r["overlap"] == args.overlap and r["seed"] == args.seed]))
         return
     names = list(asdict(Case("", "", "", 0)))
     if args.again:
         for row in rows:
             case = Case(**{k: row[k] for k in names})
-            if args.only in str(case):
+            if args.only in str(case) and case.seed == args.seed:
                 bench = Bench(case, args.shared)
                 split = {"resident_experts": bench.config.routed_experts - row["static_lent"]}
                 for policy in args.again.split(","):
@@ -200,7 +203,7 @@ def main() -> None:
                 args.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return
     done = [{k: r[k] for k in names} for r in rows]
-    for case in cases(args.requests, args.overlap):
+    for case in cases(args.requests, args.overlap, args.seed):
         if asdict(case) in done or args.only not in str(case):
             continue
         row = measure(case, args.shared)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+_FEW = 8  # swaps looked at before all are
 _PROMPT = math.log(4)  # a step so much larger than usual holds a prompt: it says nothing of decoding
 
 Expert = tuple[int, int]  # (MoE layer, expert)
@@ -135,7 +136,7 @@ class ResidencyPolicy:
     def probability(self) -> np.ndarray:
         """P(touched in the next step), float32 `[layers, experts]`, not to be written to."""
         if self._probability is None:
-            p = np.clip(self._weights @ self._means, 0, 1)
+            p = np.minimum(self._weights @ self._means, 1)  # neither weights nor averages are below 0
             self._probability = p.reshape(self.layers, self.experts)
             self._probability.flags.writeable = False
         return self._probability
@@ -161,7 +162,7 @@ class ResidencyPolicy:
         if n <= 0:
             return []
         may_go = _candidates(resident, lendable, in_use)
-        flat, _ = self._cheapest(n, resident, may_go)
+        flat, _ = self._cheapest(n, self._expected_misses(resident), may_go)
         return self._pairs(flat)
 
     def promotions(
@@ -186,15 +187,20 @@ class ResidencyPolicy:
         absent = ~resident
         if in_use is not None:
             absent &= ~in_use
-        coming, gains = self._dearest(budget, resident, absent)
+        misses = self._expected_misses(resident)
+        coming, gains = self._dearest(budget, misses, absent)
         filled = min(free, len(coming))
         swaps = [Swap(expert, None) for expert in self._pairs(coming[:filled])]
         coming, gains = coming[filled:], gains[filled:]
         if len(coming):
-            going, losses = self._cheapest(len(coming), resident, _candidates(resident, lendable, in_use))
-            n = len(going)
-            pays = (gains[:n] - losses) * self.params.horizon > 1 + self.params.hysteresis
-            worth = n if pays.all() else int(np.argmin(pays))  # gains fall, losses rise
+            may_go = _candidates(resident, lendable, in_use)
+            for most in (_FEW, len(coming)):  # gains fall, losses rise: a few mostly show where to stop
+                going, losses = self._cheapest(min(most, len(coming)), misses, may_go)
+                n = len(going)
+                pays = (gains[:n] - losses) * self.params.horizon > 1 + self.params.hysteresis
+                worth = n if pays.all() else int(np.argmin(pays))
+                if worth < most:
+                    break
             swaps += map(Swap, self._pairs(coming[:worth]), self._pairs(going[:worth]))
             if not swaps and in_use is None:
                 self._settled = state
@@ -215,7 +221,7 @@ class ResidencyPolicy:
         steepness = 1.7 / np.sqrt(np.maximum(self._hidden, np.float32(1e-6)))
         return 0.51 + 0.49 * np.tanh(0.5 * steepness * (misses - self._hidden))
 
-    def _cheapest(self, n: int, resident: np.ndarray, may_go: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _cheapest(self, n: int, misses: np.ndarray, may_go: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Flat indices of up to `n` experts that may go and the loss of each, rising.
 
         The cost of a layer is convex in its expected misses, so taking the smallest marginal loss
@@ -228,11 +234,11 @@ class ResidencyPolicy:
         if not self._hidden.any():
             return _smallest(p.ravel(), count)
         order, p = _smallest_in_rows(p, count)
-        loss = p * self._exposed(self._expected_misses(resident) + np.cumsum(p, axis=1) - p / 2)
+        loss = p * self._exposed(misses + np.cumsum(p, axis=1) - p / 2)
         loss[p > 1.5] = np.inf
         return self._flat(order, loss, count)
 
-    def _dearest(self, n: int, resident: np.ndarray, absent: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _dearest(self, n: int, misses: np.ndarray, absent: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Flat indices of up to `n` absent experts and the gain of having each, falling."""
         count = min(n, int(np.count_nonzero(absent)))
         if count == 0:
@@ -241,9 +247,10 @@ class ResidencyPolicy:
         if not self._hidden.any():
             chosen, values = _smallest(minus_p.ravel(), count)
             return chosen, -values
-        order, minus_p = _smallest_in_rows(minus_p, count)
+        columns = int(np.count_nonzero(absent, axis=1).max())  # few where few are lent
+        order, minus_p = _smallest_in_rows(minus_p, min(count, columns))
         p = -np.minimum(minus_p, 0)
-        gain = p * self._exposed(self._expected_misses(resident) - np.cumsum(p, axis=1) + p / 2)
+        gain = p * self._exposed(misses - np.cumsum(p, axis=1) + p / 2)
         gain[minus_p > 0.5] = -np.inf
         chosen, values = self._flat(order, -gain, count)
         return chosen, -values
