@@ -71,12 +71,12 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got - want).norm() / want.norm()).item()
 
 
-# Blocks of 128 rows, of up to 64 and of a few; columns that are and are not whole tiles.
-@pytest.mark.parametrize(("hidden", "inter", "tokens"), [(320, 192, 260), (256, 128, 90), (64, 64, 3)])
+# Blocks of 128 rows, of about 100 and of a few; columns that are and are not whole tiles.
+@pytest.mark.parametrize(("hidden", "inter", "tokens"), [(192, 192, 210), (128, 64, 150), (64, 64, 3)])
 def test_products_match_plain_ones_wherever_experts_live(hidden, inter, tokens):
     layer = Layer(hidden, inter, tokens)
     wanted = layer.wanted()
-    for hosts in ([], [2], [0, 1, 2, 3]):
+    for hosts in ([], [0, 2, 3]):
         table = layer.table.clone()
         table[hosts] |= EXPERT_HOST
         for got, want in zip(layer.products(table), wanted, strict=True):
