@@ -90,6 +90,11 @@ def test_experts_that_are_not_here_are_left_out():
     assert torch.equal(got.isnan().all(1), (layer.ids.flatten() < 0) | (layer.ids.flatten() == 2))
 
 
-def test_only_hopper_takes_them_and_only_whole_steps():
-    half = ExpertLayout(2048, 768, torch.bfloat16)
-    assert not moe_specialised.suits(half, 8192, 8, 128, torch.device("cpu"))
+def test_only_hopper_takes_them_and_only_with_rows_enough_in_whole_steps(monkeypatch):
+    cpu, layout = torch.device("cpu"), ExpertLayout(2048, 768, torch.bfloat16)
+    assert not moe_specialised.suits(layout, 8192, 8, 128, cpu)
+    monkeypatch.setattr(moe_specialised, "_processors", lambda device: 132)
+    assert moe_specialised.suits(layout, 960, 8, 128, cpu)  # 60 rows an expert
+    assert not moe_specialised.suits(layout, 959, 8, 128, cpu)
+    for other in (ExpertLayout(2048, 208, torch.bfloat16), ExpertLayout(2048, 768, torch.float32)):
+        assert not moe_specialised.suits(other, 8192, 8, 128, cpu)
