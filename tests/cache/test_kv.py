@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -383,6 +385,29 @@ def test_moving_over_cached_blocks_parts_them_from_those_in_use():
     assert len(spare & used) <= 1
     assert 24 - len(moves) <= cache.evictable_blocks() < 24
     cache.check()
+
+
+def test_moving_over_cached_blocks_leaves_the_others_where_they_are():
+    """A block's pages lie in two parents; the one that is not moved may share its parent with cached blocks."""
+    attention = (AttentionKind("full", (1, 3), 16384), AttentionKind("sliding", (0, 2), 16384))
+    plan = plan_geometry(PoolSpec(attention, expert_bytes=3 * 128 << 10))
+    classes = [g.page_class for g in plan.groups_of(Kind.KV)]
+    assert plan.classes[classes[0]].per_parent == 3
+    rng = random.Random(0)
+    moved = 0
+    for _ in range(60):
+        cache = KVCache(Allocator(plan, plan.huge_bytes * 24), classes, 4, 4, 64, reserve_blocks=0)
+        for turn in range(12):
+            slot = turn % 4
+            cache.release(slot)
+            keys = keys_of([turn] * 4 * (blocks := rng.randrange(1, 4)))
+            cache.admit(slot, keys, 0)
+            assert cache.grow(slot, blocks) == 0
+            cache.commit(slot, keys, rng.randrange(blocks + 1))
+            if rng.random() < 0.5:
+                moved += len(cache.compact(over_cached=True))
+            cache.check()
+    assert moved
 
 
 def test_pinned_pages_stay_and_their_parents_take_others_in():

@@ -84,3 +84,7 @@ def audit(cache: KVCache) -> None:
     for cls, k in cache._each.items():
         least = taken * k + (loose if cls == cache._only else 0)
         require(cache.allocator.used(cls) >= least, f"class {cls}: blocks need more pages than are out")
+    used = {
+        span.start for span in cache.allocator.spans() if span.state == "used" and span.cls in cache._each
+    }
+    require(pages_seen <= used, f"pages {sorted(pages_seen - used)} stand in blocks and are free")

@@ -416,7 +416,8 @@ class KVCache:
         loads = np.array([allocator.load(cls, home) for home in found.tolist()], np.int64)
         for home in found[count == loads].tolist():
             homes.pop(home, None)
-        mixed = (count < loads)[where].reshape(pages.shape)
+        # Where no page in use shares the root, blocks that are not near may share the parent: it is as it is.
+        mixed = (count < loads)[where].reshape(pages.shape) & in_use[allocator.roots_of(pages)]
         cached: dict[int, Block] = {}
         for i, page in zip(np.nonzero(mixed)[0].tolist(), pages[mixed].tolist(), strict=True):
             home = allocator.parent_of(cls, page)
