@@ -388,7 +388,7 @@ def test_moving_over_cached_blocks_parts_them_from_those_in_use():
 
 
 def test_moving_over_cached_blocks_leaves_the_others_where_they_are():
-    """A block's pages lie in two parents; the one that is not moved may share its parent with cached blocks."""
+    """A block's pages may lie in two parents, one of them among cached blocks alone."""
     attention = (AttentionKind("full", (1, 3), 16384), AttentionKind("sliding", (0, 2), 16384))
     plan = plan_geometry(PoolSpec(attention, expert_bytes=3 * 128 << 10))
     classes = [g.page_class for g in plan.groups_of(Kind.KV)]
