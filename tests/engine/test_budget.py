@@ -65,6 +65,16 @@ def test_the_inter_token_objective_bounds_a_chunk_s_compute():
     assert ask(PromptBudget(itl_slo=0.001), missing=0.0, prompts=8000) == 64
 
 
+def test_a_pass_is_not_cut_in_two_for_an_objective_that_neither_half_meets():
+    """64 tokens stream nearly what 8,000 do: cutting would cost the decoders a second pass of 0.4 s."""
+    late = {"now": 20.0, "prompts": 8000}
+    assert ask(PromptBudget(itl_slo=0.03), **late) == 8192
+    assert ask(PromptBudget(itl_slo=0.001), **late) == 8192
+    # Where the chunk's compute outweighs what is streamed again, it is cut.
+    got = ask(PromptBudget(itl_slo=0.03), missing=0.01, **late)
+    assert 64 < got < 8192
+
+
 @pytest.mark.parametrize("objective", [0.001, 0.03, float("inf")])
 def test_an_objective_bounds_nothing_where_prompt_tokens_cost_nothing(objective):
     """A fit may end with compute that costs no time, as where a step's reads hide it."""

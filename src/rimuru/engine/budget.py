@@ -62,7 +62,12 @@ class PromptBudget:
         if self.itl_slo is not None:
             spare = self.itl_slo - step_seconds - cost.factors.mix
             if spare < limit * per_token:
-                limit = max(min(limit, LEAST), int(spare / per_token) if spare > 0 else 0)
+                small = max(min(limit, LEAST), int(spare / per_token) if spare > 0 else 0)
+                # A pass streams the missing experts however few its prompts are: cutting one in two spares
+                # the decoders compute, and costs them another pass.
+                another = self.pass_seconds(min(prompts, small), missing, cost)
+                if another <= max(spare, (min(prompts, limit) - small) * per_token):
+                    limit = small
         size = min(prompts, limit)
         streaming = self.pass_seconds(size, missing, cost)
         if streaming <= step_seconds or size >= limit:
