@@ -152,6 +152,16 @@ def test_a_forecast_stands_for_a_fraction_of_what_it_is_averaged_over():
     assert after[0] == before != after[1]
 
 
+@pytest.mark.parametrize("back", [1.0, 1e6])
+def test_a_clock_that_goes_back_starts_the_average_anew(back):
+    policy, now = Economic(), busy(expert_resident=1400)
+    fresh = Economic()
+    policy.decide(replace(now, now=now.now + back, running=4, waiting=0))
+    policy.decide(now)
+    fresh.decide(now)
+    assert np.array_equal(policy._outlook.goodput, fresh._outlook.goodput)
+
+
 def test_the_maximum_is_global_a_dear_link_may_pay_for_many_requests():
     # One request at a time fits beside all experts; each is slow for its fixed time, not for bytes.
     s = busy(

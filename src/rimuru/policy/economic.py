@@ -227,7 +227,7 @@ class Economic(Reactive):
         outlook = forecast(s, margin=self.margin, ttft_slo=self.ttft_slo, itl_slo=self.itl_slo)
         if outlook is None:
             return None
-        if last is not None and last.lent is outlook.lent:
+        if last is not None and last.lent is outlook.lent and age >= 0:
             share = math.exp(-age / SPAN)
             outlook = replace(outlook, goodput=outlook.goodput + (last.goodput - outlook.goodput) * share)
         self._outlook, self._at = outlook, s.now
