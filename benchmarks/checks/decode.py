@@ -86,6 +86,7 @@ def lendable(report: Report, model: str, walls: dict[int, float], launched: int)
 def launches(core: EngineCore) -> int:
     """Kernels and copies in the graph of a decode step of one sequence."""
     shape = min(core.runner._graphs, key=lambda s: (s.tokens, s.max_query_len, s.seqs, s.max_seq_len))
+    core.runner._send_padding(shape)  # its inputs lie where another shape's may have been written since
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         core.runner._graphs[shape][0].replay()

@@ -6,13 +6,15 @@ Room: the tests' material. Rule: debug mode by default, so that every step ends 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
+from rimuru.engine import plan as plan_module
 from rimuru.engine.config import EngineConfig
 from rimuru.engine.core import EngineCore, plan_for
 from rimuru.engine.graphs import GraphRunner
-from rimuru.engine.plan import STREAM_PAGES, MemoryPlan, state_pages
+from rimuru.engine.plan import MemoryPlan, state_pages
 from rimuru.engine.request import FinishReason, SamplingParams, TokenOutput
 from rimuru.engine.step_io import StepIO, StepShape
 from rimuru.pool.geometry import Kind
@@ -132,6 +134,9 @@ def cap_for(family: str, expert_share: float, kv_tokens: int, **options) -> int:
     pool += state_pages(geometry, plan.units, plan.max_num_seqs) * expert
     huge = -(-int(pool) // geometry.huge_bytes)
     fixed = plan.weights_bytes + plan.workspace_bytes + plan.tables_bytes + plan.driver_bytes
+    cap = fixed + huge * geometry.huge_bytes
     if config.device == "cuda":
-        fixed += STREAM_PAGES * expert
-    return fixed + huge * geometry.huge_bytes
+        cap += plan_module.STREAM_PAGES * expert
+        # Under a cap the embedding table makes room, which is not asked for here.
+        cap -= plan_for(replace(config, device_memory=cap)).embedding_host_bytes
+    return cap
