@@ -226,7 +226,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="mean seconds from a turn of a conversation to the next; default %(default)s",
     )  # fmt: skip
     group.add_argument(
-        "--seconds", type=float, default=120.0, metavar="S",
+        "--seconds", type=float, default=60.0, metavar="S",
         help=f"seconds that count, after a warm-up of {WARM_UP:g} times --think; default %(default)s",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -144,9 +144,21 @@ class Planner:
         return self.best([c for c in smaller if c.cap == least])
 
     def closest(self) -> Case | None:
-        """The case with most requests within the objectives, the higher goodput first."""
+        """The case with most requests within the objectives, or where none has any, within one of them."""
         ran = [case for case in self.cases if case.numbers]
-        return max(ran, key=lambda case: (case.within, case.goodput), default=None)
+        return max(
+            ran,
+            key=lambda case: (case.within, case.ttft_within + case.itl_within, -self._excess(case)),
+            default=None,
+        )
+
+    def _excess(self, case: Case) -> float:
+        """The mean times over their objectives, the worse of the two."""
+        n, aims = case.numbers, self.aims
+        return max(
+            n["ttft_mean_s"] * 1e3 / (aims.ttft_ms or np.inf),
+            n["tpot_mean_s"] * 1e3 / (aims.itl_ms or np.inf),
+        )
 
     def _on(self, hardware: Hardware, cap: int) -> list[Case]:
         cap = cap - cap % SIZE_STEP if cap > SIZE_STEP else cap
@@ -228,14 +240,17 @@ def answer(planner: Planner, found: Case | None) -> str:
     if found is None:
         near = planner.closest()
         assert near is not None, "a card on which nothing starts was let in"
-        shares = [
-            *([f"first token in time {near.ttft_within:.0%}"] if aims.ttft_ms is not None else []),
-            *([f"tokens in time {near.itl_within:.0%}"] if aims.itl_ms is not None else []),
-        ]
+        n, shares = near.numbers, []
+        if aims.ttft_ms is not None:
+            shares.append(
+                f"first token: {near.ttft_within:.0%} in time, {n['ttft_mean_s'] * 1e3:,.0f} ms mean"
+            )
+        if aims.itl_ms is not None:
+            shares.append(f"between tokens: {near.itl_within:.0%}, {n['tpot_mean_s'] * 1e3:,.1f} ms mean")
         return (
             f"No case keeps {ENOUGH:.0%} of the requests within the objectives ({aims}).\n"
             f"Closest: {near.card} at {size(near.cap)} under {near.policy}, {near.within:.1%} of the "
-            f"requests ({', '.join(shares)})."
+            f"requests ({'; '.join(shares)})."
         )
     flags = f"--device-memory {size(found.cap)} --memory-policy {found.policy}"
     if found.policy == "economic":
