@@ -26,7 +26,6 @@ from rimuru.experts.side_copy import CudaLane, SideStreamCopy
 from rimuru.experts.store import Copy, ExpertStore, copy_now
 from rimuru.experts.stream import CopyEngine, ExpertStream
 from rimuru.kernels.host_memory import HostMemory
-from rimuru.kernels.types import KVLayout, KVView, RecurrentView, StateLayout, StateView
 from rimuru.models.config import ModelConfig, load_model_config
 from rimuru.models.decoder import Decoder
 from rimuru.models.loader import dummy_weights, load_weights
@@ -34,7 +33,7 @@ from rimuru.models.registry import build_model, resolve_model
 from rimuru.policy.residency import ResidencyPolicy
 from rimuru.pool.allocator import Allocator
 from rimuru.pool.arena import Arena
-from rimuru.pool.geometry import Kind, LayerGroup
+from rimuru.pool.geometry import Kind
 from rimuru.pool.tables import KVTables, Table
 
 from .batch import BatchBuilder
@@ -54,6 +53,7 @@ from .sampling_state import SamplingState
 from .scheduler import Scheduler
 from .stats import EngineStats, PoolStats
 from .step_io import StepIO
+from .views import kv_layout, layer_views
 
 logger = logging.getLogger("rimuru.engine")
 
@@ -246,7 +246,9 @@ class EngineCore:
 
     def _make_runner(self, net: Decoder, table: torch.Tensor, report: Progress) -> Runner:
         config, plan, model = self.config, self.plan, self.model_config
-        views, slots = self._views(model), config.max_num_seqs
+        states = self._state_table.device_table if plan.state_groups else None
+        views = layer_views(model, plan, self.arena, self._tables.device_table, states, self.dtype)
+        slots = config.max_num_seqs
         builder = BatchBuilder(config.max_num_batched_tokens, slots)
         sampling = SamplingState(slots, model.vocab_size, self.device)
         experts = (len(model.moe_layers), model.num_experts)
@@ -284,12 +286,6 @@ class EngineCore:
             return copy_now
         return SideStreamCopy(CudaLane(self._engine.stream), ahead=PROMOTIONS[1])
 
-    def _layout(self, model: ModelConfig, group: LayerGroup) -> KVLayout:
-        return KVLayout(
-            len(group.layers), self.config.block_size, model.num_kv_heads, model.head_dim,
-            self.plan.geometry.grain, self.dtype,
-        )  # fmt: skip
-
     def _check_kernels(self, model: ModelConfig) -> None:
         """Refuse, before a weight is read, what the GPU's kernels do not serve."""
         if self.device.type != "cuda":
@@ -298,38 +294,11 @@ class EngineCore:
 
         try:
             for group in self.plan.geometry.groups_of(Kind.KV):
-                check_supported(self._layout(model, group), model.num_heads)
+                check_supported(kv_layout(model, self.plan, group, self.dtype), model.num_heads)
         except ValueError as error:
             raise ConfigError(
                 f"{self.config.model} on {self.device}: {error}; --device cpu serves it"
             ) from None
-
-    def _views(self, model: ModelConfig) -> list[KVView | RecurrentView]:
-        """Each layer's window on the pool."""
-        pool = self.arena.view(self.dtype)
-        views: dict[int, KVView | RecurrentView] = {}
-        for index, group in enumerate(self.plan.geometry.groups_of(Kind.KV)):
-            layout = self._layout(model, group)
-            table = self._tables.device_table[index]
-            for at, layer in enumerate(group.layers):
-                views[layer] = KVView(pool, table, at, layout)
-        if (r := model.recurrent) is not None:
-            shape = (r.value_heads, r.key_dim, r.value_dim)
-            state = self._state_views(Kind.STATE, shape, torch.float32)
-            conv = self._state_views(Kind.CONV, (r.kernel - 1, r.channels), self.dtype)
-            views |= {layer: RecurrentView(state[layer], conv[layer]) for layer in r.layers}
-        return [views[layer] for layer in range(model.num_layers)]
-
-    def _state_views(self, kind: Kind, shape: tuple[int, ...], dtype: torch.dtype) -> dict[int, StateView]:
-        """A recurrent layer -> its window on the pages of a kind."""
-        pool, table = self.arena.view(dtype), self._state_table.device_table
-        views = {}
-        for index, group in enumerate(self.plan.state_groups):
-            if group.kind == kind:
-                layout = StateLayout(len(group.layers), shape, self.plan.geometry.grain, dtype)
-                for at, layer in enumerate(group.layers):
-                    views[layer] = StateView(pool, table[index], at, layout)
-        return views
 
     def _copy_pages(self, cls: int, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy pages of a class, in the order of the steps."""
