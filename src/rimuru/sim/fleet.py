@@ -4,7 +4,7 @@ Room: the simulator. Rule: replicas are whole `Simulation`s; the router sees wha
 sent where, and what has come back.
 
 A large fleet is sampled: of N replicas, S are stepped with S/N of the load, and the router chooses among
-those S. With loads of two choices or bounded affinity the spread over replicas hardly depends on S
+those S. Means hardly depend on S; the busiest of many replicas is further out than the busiest of few
 (`docs/simulator.md` has numbers).
 
 The load is steady: conversations began long before the first second, so that from then on requests come at
