@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import socket
 import subprocess
 import sys
@@ -49,6 +50,29 @@ def test_help_of_serve_lists_its_flags(capsys: pytest.CaptureFixture[str]) -> No
     assert "--device-memory" in capsys.readouterr().out
 
 
+def test_help_of_serve_gives_each_flag_a_meaning_and_a_default() -> None:
+    parser = cli.Parser(prog="rimuru serve")
+    serve.add_arguments(parser)
+    flags = [a for a in parser._actions if a.option_strings and a.dest != "help"]
+    formatter = parser._get_formatter()
+    shown = {a.option_strings[0]: formatter._expand_help(a) if a.help else "" for a in flags}
+    assert not [flag for flag, text in shown.items() if "default" not in text]
+    for action in flags:
+        text, value = shown[action.option_strings[0]], action.default
+        if type(value) in (int, float, str) and value:
+            assert re.search(rf"\b{re.escape(f'{value}'.removesuffix('.0'))}\b", text), text
+        if value is True:
+            assert "on by default" in text
+
+
+def test_help_of_bench_says_what_each_benchmark_is(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "bench", "--help")
+    assert code == 0
+    lines = [line.split(maxsplit=1) for line in out.splitlines()[2:]]
+    assert [name for name, _ in lines] == ["allocator", "host-step", "latency", "serve", "throughput"]
+    assert all(len(about) > 30 for _, about in lines)
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
@@ -56,6 +80,11 @@ def test_help_of_serve_lists_its_flags(capsys: pytest.CaptureFixture[str]) -> No
         (["serve"], "model"),
         (["serve", "m", "n"], "'n' is one argument too many"),
         (["serve", "m", "--max-model-le", "5"], "did you mean --max-model-len?"),
+        (["serve", "m", "--max-sequences", "5"], "did you mean --max-num-seqs?"),
+        (["plan", "m", "--context-length=5"], "did you mean --max-model-len?"),
+        (["serve", "m", "--dry-run"], "rimuru plan"),
+        (["serve", "m", "--device-memory", "24"], "24 bytes; was 24GB meant?"),
+        (["plan", "m", "--host-memory", "0.5"], "was 0.5GB meant?"),
         (["serve", "m", "--dtype", "int3"], "invalid choice"),
         (["serve", "m", "--port", "high"], "--port"),
         (["serve", "m", "--port", "99999"], "at most 65535"),
@@ -96,7 +125,14 @@ def test_a_wrong_choice_ends_with_2_and_says_what_would_work(
 
 
 @pytest.mark.parametrize(
-    "flags", [["--tensor-parallel-size", "1"], ["--tensor-parallel-size=1"], ["--enable-chunked-prefill"]]
+    "flags",
+    [
+        ["--tensor-parallel-size", "1"],
+        ["--tensor-parallel-size=1"],
+        ["--enable-chunked-prefill"],
+        ["--cpu-offload-gb", "0"],
+        ["--swap-space=0"],
+    ],
 )
 def test_a_flag_that_asks_for_what_is_so_passes_with_a_note(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: list[str]
@@ -141,6 +177,12 @@ def test_objectives_reach_the_engine_in_milliseconds() -> None:
 def test_no_engine_setting_is_without_a_flag() -> None:
     settings = {field.name for field in dataclasses.fields(EngineConfig)}
     assert settings <= vars(parsed("m")).keys()
+
+
+def test_few_bytes_are_taken_at_their_word_where_the_unit_says_so() -> None:
+    assert serve.engine_config(parsed("m", "--device-memory", "24B")).device_memory == 24
+    assert serve.engine_config(parsed("m", "--device-memory", "1048576")).device_memory == 1 << 20
+    assert serve.server_settings(parsed("m", "--max-body-size", "1000")).max_body_bytes == 1000
 
 
 @pytest.mark.parametrize(

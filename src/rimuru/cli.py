@@ -7,6 +7,7 @@ wrong ends with one message, without a traceback: exit code 2 for a wrong choice
 from __future__ import annotations
 
 import argparse
+import ast
 import difflib
 import importlib
 import pkgutil
@@ -25,6 +26,16 @@ COMMANDS = {
     "simulate": ("rimuru.sim.cli", "on paper: a load under each memory policy, the case study, fleets"),
 }
 
+# Our flag, and what others call it where no likeness of letters leads to it.
+MEANT = {
+    "--max-num-seqs": "max-sequences max-batch-size batch-size parallel",
+    "--max-num-batched-tokens": "chunked-prefill-size",
+    "--max-model-len": "context-length ctx-size max-seq-len",
+    "--device-memory": "gpu-memory vram",
+    "--gpu-memory-utilization": "mem-fraction-static",
+    "--enforce-eager": "disable-cuda-graph no-cuda-graph",
+}
+
 
 class Parser(argparse.ArgumentParser):
     """argparse that names the closest flag, and for flags of vLLM what takes their place here."""
@@ -39,6 +50,8 @@ class Parser(argparse.ArgumentParser):
         flag = next((arg for arg in unknown if arg.startswith("-")), unknown[0]).split("=")[0]
         if not flag.startswith("-"):
             raise ConfigError(f"{flag!r} is one argument too many; see {self.prog} --help")
+        if flag == "--dry-run":
+            raise ConfigError(f"{flag} is unknown; rimuru plan MODEL shows the plan and loads nothing")
         known = advice(flag)
         if known:
             raise ConfigError(f"{flag} is a flag of vLLM that has no effect here: {known}")
@@ -47,7 +60,8 @@ class Parser(argparse.ArgumentParser):
             if isinstance(action, argparse._SubParsersAction):
                 parsers += action.choices.values()
         own = [option for p in parsers for action in p._actions for option in action.option_strings]
-        close = difflib.get_close_matches(flag, own, n=1)
+        close = [ours for ours, names in MEANT.items() if flag[2:] in names.split() and ours in own]
+        close += difflib.get_close_matches(flag, own, n=1)
         hint = f"did you mean {close[0]}?" if close else f"see {self.prog} --help"
         raise ConfigError(f"{flag} is unknown; {hint}")
 
@@ -117,11 +131,18 @@ def _benchmarks() -> list[str]:
     return sorted(m.name for m in pkgutil.iter_modules(rimuru.bench.__path__) if not m.name.startswith("_"))
 
 
+def _about(benchmark: str) -> str:
+    """The first line of a benchmark's docstring, without importing it: some bring torch."""
+    source = pkgutil.get_data("rimuru.bench", f"{benchmark}.py") or b""
+    return (ast.get_docstring(ast.parse(source)) or "").split("\n")[0]
+
+
 def _bench(arguments: list[str]) -> int:
     """`rimuru bench NAME ...` runs `rimuru.bench.NAME.main`."""
     names = _benchmarks()
     if not arguments or arguments[0] in ("-h", "--help"):
-        print("usage: rimuru bench NAME [--help | options]\n\nbenchmarks: " + ", ".join(names))
+        lines = [f"  {name.replace('_', '-'):<12}{_about(name)}" for name in names]
+        print("\n".join(["usage: rimuru bench NAME [--help | options]", "", *lines]))
         return 0
     name = arguments[0].replace("-", "_")
     if name not in names:

@@ -263,7 +263,7 @@ def test_latency_has_vllm_s_keys_for_one_batch_size_and_a_row_for_each_of_severa
         (["latency", "--num-iters", "0"], "--num-iters must be at least 1"),
         (["throughput", "--input-len", "510"], "at most 512 in all"),
         (["throughput", "--request-rate", "0"], "above 0"),
-        (["throughput", "--device-memory", "1000"], "what would start"),
+        (["throughput", "--device-memory", "1000B"], "what would start"),
     ],
 )
 def test_what_the_engine_cannot_do_is_said_instead_of_measured(

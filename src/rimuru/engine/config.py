@@ -17,8 +17,9 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
 
 
-def parse_size(text: str | int, flag: str = "size") -> int:
-    """Bytes from `'30.9GB'` (1e9), `'24GiB'` (2^30) or a plain number of bytes."""
+def parse_size(text: str | int, flag: str = "size", bare: int = 1 << 20) -> int:
+    """Bytes from `'30.9GB'` (1e9), `'24GiB'` (2^30) or a plain number of bytes, from `bare` on."""
+    unit = ""
     if isinstance(text, int) and not isinstance(text, bool):
         value = float(text)
     else:
@@ -27,9 +28,12 @@ def parse_size(text: str | int, flag: str = "size") -> int:
             raise ConfigError(
                 f"{flag}: cannot read {text!r} as a size; write bytes, '24GB' (1e9) or '24GiB' (2^30)"
             )
-        value = float(match[1]) * _UNITS[match[2].upper()]
+        unit = match[2].upper()
+        value = float(match[1]) * _UNITS[unit]
     if not 0 < value < 2.0**63:
         raise ConfigError(f"{flag}: must be more than 0 bytes and below 2^63, got {str(text)[:40]!r}")
+    if not unit and value < bare:
+        raise ConfigError(f"{flag}: {text} is {text} bytes; was {text}GB meant? Else write {text}B")
     return int(value)
 
 

@@ -42,57 +42,71 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Every flag that acts. Names are vLLM's where the meaning is vLLM's."""
     parser.add_argument("model", help="local folder, Hub id, or 'demo'")
 
+    # fmt: off
     http = parser.add_argument_group("HTTP")
-    http.add_argument("--host", default="0.0.0.0")
-    http.add_argument("--port", type=int, default=8000, help="0 takes a free one")
-    http.add_argument(
-        "--api-key", nargs="+", default=[], help="keys that clients must send; RIMURU_API_KEY too"
-    )
-    http.add_argument("--served-model-name", nargs="+", help="names to answer to; the first is reported")
-    http.add_argument("--allowed-origins", type=_json_list, default=["*"], metavar="JSON")
-    http.add_argument("--allowed-methods", type=_json_list, default=["*"], metavar="JSON")
-    http.add_argument("--allowed-headers", type=_json_list, default=["*"], metavar="JSON")
-    http.add_argument("--allow-credentials", action="store_true")
-    http.add_argument("--ssl-keyfile")
-    http.add_argument("--ssl-certfile")
-    http.add_argument("--root-path", default="", help="path prefix that a proxy strips")
-    http.add_argument("--uvicorn-log-level", default="warning",
-                      choices=["critical", "error", "warning", "info", "debug", "trace"])  # fmt: skip
+    http.add_argument("--host", default="0.0.0.0", help="address to listen on; default %(default)s, all")
+    http.add_argument("--port", type=int, default=8000, help="default %(default)s; 0 takes a free one")
+    http.add_argument("--api-key", nargs="+", default=[], metavar="KEY",
+                      help="clients must send one of these, or RIMURU_API_KEY's; default: no key")
+    http.add_argument("--served-model-name", nargs="+", metavar="NAME",
+                      help="names to answer to, the first is reported; default: MODEL as given")
+    for what, meaning in (
+        ("origins", "web pages whose scripts may use this server"), ("methods", "HTTP methods they may use"),
+        ("headers", "headers they may send"),
+    ):
+        http.add_argument(f"--allowed-{what}", type=_json_list, default=["*"], metavar="JSON",
+                          help=f"{meaning}; default [\"*\"], all")
+    http.add_argument("--allow-credentials", action="store_true",
+                      help="they may send cookies; off by default")
+    http.add_argument("--ssl-keyfile", metavar="FILE", help="for HTTPS: the key; default: plain HTTP")
+    http.add_argument("--ssl-certfile", metavar="FILE",
+                      help="for HTTPS: the certificate; default: plain HTTP")
+    http.add_argument("--root-path", default="", metavar="PATH",
+                      help="path prefix that a proxy strips; default: none")
     http.add_argument("--max-queue", type=int, metavar="N",
-                      help="answer 429 while N requests wait for their first token")  # fmt: skip
-    http.add_argument("--max-body-size", default="64MiB", metavar="SIZE")
-    http.add_argument(
-        "--request-timeout", type=float, metavar="SECONDS", help="stop longer requests with 504"
-    )
+                      help="answer 429 while N requests wait for their first token; default: no limit")
+    http.add_argument("--max-body-size", default="64MiB", metavar="SIZE",
+                      help="of a request, beyond it 413; default %(default)s")
+    http.add_argument("--request-timeout", type=float, metavar="SECONDS",
+                      help="stop longer requests with 504; default: no limit")
     http.add_argument("--shutdown-timeout", type=float, default=30.0, metavar="SECONDS",
-                      help="how long running requests may take to end at shutdown")  # fmt: skip
-    http.add_argument("--stream-interval", type=int, default=1, metavar="N", help="tokens in one chunk")
+                      help="how long running requests may take to end at shutdown; default %(default)g")
+    http.add_argument("--stream-interval", type=int, default=1, metavar="N",
+                      help="tokens in one chunk of a stream; default %(default)s")
     http.add_argument("--scheduling-policy", choices=["fcfs", "priority"], default="priority",
-                      help="fcfs refuses requests that set a priority")  # fmt: skip
+                      help="fcfs refuses requests that set a priority; default %(default)s")
     http.add_argument("--engine-process", action=argparse.BooleanOptionalAction, default=True,
-                      help="run the engine in a process of its own")  # fmt: skip
-    http.add_argument("--enable-log-requests", action="store_true")
-    http.add_argument("--disable-log-stats", action="store_true", help="no line every 10 s")
-    http.add_argument(
-        "--log-level", default="info", choices=["critical", "error", "warning", "info", "debug"]
-    )
+                      help="run the engine in a process of its own; on by default")
+    http.add_argument("--enable-log-requests", action="store_true",
+                      help="a line for each request; off by default")
+    http.add_argument("--disable-log-stats", action="store_true",
+                      help="no line every 10 s in which something ran; off by default")
+    http.add_argument("--log-level", default="info",
+                      choices=["critical", "error", "warning", "info", "debug"],
+                      help="of rimuru's own lines; default %(default)s")
+    http.add_argument("--uvicorn-log-level", default="warning",
+                      choices=["critical", "error", "warning", "info", "debug", "trace"],
+                      help="of the HTTP server's, from info on a line for each access; default %(default)s")
 
     text = parser.add_argument_group("text")
-    text.add_argument("--chat-template", help="file or template text")
+    text.add_argument("--chat-template", metavar="TEMPLATE",
+                      help="file or template text; default: the model's")
     text.add_argument("--trust-request-chat-template", action="store_true",
-                      help="let requests bring their own template, which is a program")  # fmt: skip
-    text.add_argument("--response-role", default="assistant")
-    text.add_argument(
-        "--tool-call-parser", choices=sorted(TOOL_STYLES), help="how the model writes tool calls"
-    )
+                      help="let requests bring their own template, which is a program; off by default")
+    text.add_argument("--response-role", default="assistant", metavar="ROLE",
+                      help="role of the answer's message; default %(default)s")
+    text.add_argument("--tool-call-parser", choices=sorted(TOOL_STYLES),
+                      help="how the model writes tool calls; default: none are looked for")
     text.add_argument("--enable-auto-tool-choice", action="store_true",
-                      help="needs --tool-call-parser, which is enough by itself")  # fmt: skip
+                      help="needs --tool-call-parser, which is enough by itself; off by default")
     text.add_argument("--reasoning-parser", choices=sorted(REASONING_STYLES),
-                      help="tell what is between <think> and </think> from the answer")  # fmt: skip
-    text.add_argument("--generation-config", default="auto",
-                      help="sampling defaults: auto (the model's), vllm (none), or a folder")  # fmt: skip
-    text.add_argument("--override-generation-config", type=_json_object, default={}, metavar="JSON")
-
+                      help="tell what is between <think> and </think> from the answer; default: it is all "
+                      "answer")
+    text.add_argument("--generation-config", default="auto", metavar="SOURCE",
+                      help="sampling defaults: auto (the model's), vllm (none), or a folder; default auto")
+    text.add_argument("--override-generation-config", type=_json_object, default={}, metavar="JSON",
+                      help="sampling defaults that come before those, as {\"temperature\": 0.6}; default {}")
+    # fmt: on
     add_engine_arguments(parser)
 
 
@@ -168,7 +182,7 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
         served_names=args.served_model_name or [args.model],
         api_keys=keys,
         max_queue=args.max_queue,
-        max_body_bytes=parse_size(args.max_body_size, "--max-body-size"),
+        max_body_bytes=parse_size(args.max_body_size, "--max-body-size", bare=1),
         request_timeout=args.request_timeout,
         stream_interval=args.stream_interval,
         honour_priority=args.scheduling_policy == "priority",

@@ -114,6 +114,8 @@ _ALWAYS: dict[str, tuple[str | None, str]] = {
     "data-parallel-size": ("1", "one replica is run"),
     "dp": ("1", "one replica is run"),
     "api-server-count": ("1", "one front end is run"),
+    "cpu-offload-gb": ("0", "no weights are set apart for the host; experts go there by themselves"),
+    "swap-space": ("0", "KV does not leave the device"),
     "kv-cache-dtype": ("auto", "the KV cache has the model's dtype"),
     "tokenizer-mode": ("auto", "the fast tokenizer is used"),
     "enable-chunked-prefill": (None, "prefill is always chunked"),
