@@ -9,6 +9,7 @@ import torch
 from support.cores import GREEDY, Bench, cap_for, greedy
 from support.tiny import HYBRID_FAMILIES, oracle, tiny_checkpoint, tiny_prompts
 
+from rimuru.engine.request import FinishReason
 from rimuru.policy.boundary import Swing
 from rimuru.pool.geometry import Kind
 
@@ -161,6 +162,19 @@ def test_two_hundred_short_prompts_in_a_small_pool(bench):
     tokens, _ = oracle(tiny_checkpoint(family), list(some.values()), 3)
     assert [b.tokens(f"r{i}") for i in some] == tokens
     assert b.core.stats().preemptions == {}
+
+
+def test_experts_leave_for_a_lone_request_where_forgetting_checkpoints_makes_no_room(bench):
+    """All checkpoints lie in one page with the request's own state, and only count as evictable."""
+    family, options = "qwen3_next", {"max_num_seqs": 1, "max_model_len": None}
+    b = bench(family, device_memory=cap_for(family, 5 / 32, 240, **options), **options)
+    longest = b.plan.max_request_tokens - 1
+    prompts = tiny_prompts((longest, 1, 240), seed=4)
+    for i, (prompt, n) in enumerate(zip(prompts, (1, 20, 20), strict=True)):
+        b.add(f"r{i}", prompt, greedy(n))
+    b.run()
+    assert [b.finish(f"r{i}") for i in range(3)] == [FinishReason.LENGTH] * 3
+    assert b.tokens("r2") == oracle(tiny_checkpoint(family), prompts[2:], 20)[0][0]
 
 
 @pytest.mark.parametrize("family", HYBRID_FAMILIES)

@@ -254,14 +254,20 @@ class Memory:
     def _ask(self, blocks: int, scheduler: Scheduler, now: float) -> None:
         """Consult the boundary until `blocks` blocks can be had or it gives no more.
 
-        An expert that left is no room yet where its page was cut from a huge page that others share.
+        An expert or a checkpoint that left is no room yet where its page was cut from one that others share;
+        but once no checkpoint is left to give, the boundary lends experts instead.
         """
         while True:
-            room, resident = self.room(), np.count_nonzero(self.experts.resident)
+            room, left = self.room(), self._may_leave()
             self._consider(scheduler, now, wanted=blocks)
-            given = self.room() > room or np.count_nonzero(self.experts.resident) < resident
+            given = self.room() > room or self._may_leave() < left
             if blocks <= self.room() or not given:
                 return
+
+    def _may_leave(self) -> int:
+        """Experts in the pool and checkpoints."""
+        checkpoints = 0 if self.states is None else self.states.checkpoints
+        return int(np.count_nonzero(self.experts.resident)) + checkpoints
 
     # -- after each step -------------------------------------------------------------------
 
