@@ -58,6 +58,12 @@ def test_decoders_have_their_steps_between_passes():
     assert ask(slow, now=10.0 + 0.02 * (steps + 1), oldest=5.0) > 0
 
 
+def test_prompts_do_not_wait_for_an_inter_token_objective_that_is_as_good_as_out_of_reach():
+    late = {"oldest": 5.0, "now": 10.0 + 0.6 * PASS}
+    assert ask(PromptBudget(itl_slo=0.025, passed_at=10.0), **late) == 0  # a little under four passes of decoding
+    assert ask(PromptBudget(itl_slo=0.021, passed_at=10.0), **late) > 0  # some twenty
+
+
 def test_the_inter_token_objective_bounds_a_chunk_s_compute():
     got = ask(PromptBudget(itl_slo=0.03), missing=0.0, prompts=8000)
     assert 64 < got < 8192

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from rimuru.policy.cost import CostModel, expected_touched
 
 GATHER = 0.5  # of a pass's time: the longest a prompt waits for others to join it
+MOST = 4  # passes' time that decoders may be owed after one
 LEAST = 64  # prompt tokens of a step, however tight the objective
 
 
@@ -94,4 +95,6 @@ class PromptBudget:
         if self.itl_slo is None or self.itl_slo <= step_seconds:
             return GATHER * streaming
         steps = max(0.0, (streaming - self.itl_slo) / (self.itl_slo - step_seconds))
-        return min(steps * step_seconds, 4 * streaming)
+        owed = steps * step_seconds
+        # Prompts that wait for four passes and more pay for an objective that so much decoding hardly meets.
+        return owed if owed <= MOST * streaming else GATHER * streaming
