@@ -97,7 +97,8 @@ def live(seed: int, family: str, requests: int) -> None:
         if rng.random() < kill and (victim := rng.choice(list(asked))) in core.scheduler.requests:
             killed.add(victim)
             core.abort(victim)
-        if rng.random() < preempt and core.scheduler.running:
+        forced = core.scheduler.preemptions.get("forced", 0)
+        if rng.random() < preempt and core.scheduler.running and forced < 60:  # some time they may end
             core.scheduler.preempt(rng.choice(core.scheduler.running), "forced")
         if rng.random() < 0.02:
             core.reset_prefix_cache()
