@@ -60,7 +60,7 @@ def test_decoders_have_their_steps_between_passes():
 
 def test_prompts_do_not_wait_for_an_inter_token_objective_that_is_as_good_as_out_of_reach():
     late = {"oldest": 5.0, "now": 10.0 + 0.6 * PASS}
-    assert ask(PromptBudget(itl_slo=0.025, passed_at=10.0), **late) == 0  # a little under four passes of decoding
+    assert ask(PromptBudget(itl_slo=0.025, passed_at=10.0), **late) == 0  # under four passes of decoding
     assert ask(PromptBudget(itl_slo=0.021, passed_at=10.0), **late) > 0  # some twenty
 
 

@@ -135,6 +135,7 @@ class EngineCore:
             small_stacks(self.device)
         self.dtype = choose_dtype(config.dtype, model.dtype)
         self.plan = _plan(config, model, self.device, self.dtype)
+        self._check_host()
         self._embedding = self._embedding_aside(model)
         logger.info("memory plan\n%s", self.plan.describe())
         torch.manual_seed(config.seed)
@@ -227,6 +228,16 @@ class EngineCore:
             max_model_len=plan.max_model_len, budget=prompt_budget(config, self.device),
         )  # fmt: skip
         self.runner = self._make_runner(net, expert_table.device_table, report)
+
+    def _check_host(self) -> None:
+        """Refuse host copies that this machine cannot hold: the system would end the process on the way."""
+        need, have = self.plan.host_bytes + self.plan.embedding_host_bytes, host_available()
+        if need > have:
+            raise MemoryPlanError(
+                f"host copies of {self.plan.experts_lendable:,} experts take {need:,} bytes ({show(need)}), "
+                f"and this machine has {have:,} ({show(have)}) to spare; "
+                f"lower --host-memory to {int(0.9 * have)}"
+            )
 
     def _embedding_aside(self, model: ModelConfig) -> HostMemory | None:
         """Page-locked memory for the embedding table, where the plan has it in host memory. Where the machine

@@ -54,18 +54,24 @@ def choose_dtype(name: str, checkpoint: str) -> torch.dtype:
     return DTYPES[checkpoint if name == "auto" else name]
 
 
-def host_available() -> int:
-    """Bytes the host can still give: MemAvailable, or the container's limit where that is lower."""
+def host_available(root: Path = Path("/")) -> int:
+    """Bytes the host can still give: MemAvailable, or what the container's limit leaves where that is lower.
+
+    Cached files that nobody uses count as free there too: the system takes them back. `root`: of /proc, /sys.
+    """
     available = None
-    for line in Path("/proc/meminfo").read_text().splitlines():
+    for line in (root / "proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) * 1024
     if available is None:
         raise ConfigError("cannot read MemAvailable; give --device-memory and --host-memory")
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):
+        group = root / "sys/fs/cgroup"
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used -= int(stat["inactive_file"])
+    except (OSError, ValueError, KeyError):
         return available
     return available if limit == "max" else min(available, max(0, int(limit) - used))
 
