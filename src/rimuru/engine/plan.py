@@ -439,6 +439,12 @@ def plan_memory(
             # A larger cap may leave the host copies less, so that more experts must stay.
             floor = policy.least_resident(replace(capacity, expert_lendable=lendable_under(starts)))
         advice = [f"what would start: --device-memory {starts} ({show(starts)})"]
+        if device_is_host:
+            copies = lendable_under(starts) * expert_bytes
+            advice.append(
+                f"device and host are one memory on a CPU: that cap and the {show(copies)} of host copies it "
+                f"leaves are {show(starts + copies)} together; {show(host_available)} is free"
+            )
         if least_blocks < blocks:
             whole = starts + (roots(floor, blocks) - roots(floor, least_blocks)) * geometry.huge_bytes
             advice.append(f"with one request of full length, {max_len:,} tokens: --device-memory {whole}")
@@ -456,16 +462,31 @@ def plan_memory(
         if config.memory_policy in ("fixed", "static"):
             if starts_with(memory_policy="reactive", resident_experts=None):
                 advice.append("or --memory-policy reactive: experts that do not fit stay in host memory")
-        elif lendable < total and starts_with(host_memory=(every := total * expert_bytes)):
-            given = "by default it is what this machine can spare" if config.host_memory is None else "now"
-            advice.append(
-                f"or --host-memory {every} ({show(every)}), so that every expert may leave the device; "
-                f"{given}, {show(lendable * expert_bytes)}"
-            )
+        elif lendable < total:
+            every = total * expert_bytes
+            least = policy.least_resident(replace(capacity, expert_lendable=total))
+            lent = fixed - streaming + (STREAM_PAGES * expert_bytes if gpu else 0)
+            lent += roots(least, least_blocks) * geometry.huge_bytes
+            # On a CPU both must lie in what is free.
+            most = min(starts - 1, host_available - every) if device_is_host else starts - 1
+            if cap <= most and starts_with(host_memory=every):
+                given = "now" if config.host_memory else "by default it is what this machine can spare"
+                advice.append(
+                    f"or --host-memory {every} ({show(every)}), so that every expert may leave the device; "
+                    f"{given}, {show(lendable * expert_bytes)}"
+                )
+            elif lent <= most and starts_with(host_memory=every, device_memory=lent):
+                advice.append(
+                    f"or, so that every expert may leave the device: --host-memory {every} ({show(every)}) "
+                    f"with --device-memory {lent} ({show(lent)})"
+                )
         raise MemoryPlanError(_refusal(config, cap, parts, advice))
     resident = policy.start(capacity)
     reachable = units.blocks_in(capacity.pool_pages - floor - one_state) * config.block_size
+    tokens = units.blocks_in(capacity.pool_pages - resident - one_state) * config.block_size
     notes = list(sizes.notes)
+    if tokens * 4 < reachable:
+        notes.append("KV begins with what experts leave free, and grows as they lend pages on demand")
     if reachable < max_len:
         full = fixed + roots(floor, blocks) * geometry.huge_bytes
         notes.append(
@@ -479,9 +500,8 @@ def plan_memory(
         expert_pages=capacity.pool_pages, experts_total=total, experts_resident=resident,
         experts_floor=floor, experts_lendable=lendable, host_bytes=lendable * expert_bytes,
         embedding_host_bytes=aside, block_tokens=config.block_size,
-        kv_tokens=units.blocks_in(capacity.pool_pages - resident - one_state) * config.block_size,
-        kv_tokens_reachable=reachable, max_model_len=max_len, max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens, notes=notes,
+        kv_tokens=tokens, kv_tokens_reachable=reachable, max_model_len=max_len,
+        max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens, notes=notes,
         state_bytes=round(sum(geometry.cost(g.page_class) for g in state_groups(geometry))),
     )  # fmt: skip
 
