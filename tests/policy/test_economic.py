@@ -136,7 +136,7 @@ def test_a_gain_counts_as_soon_as_it_repays_the_copies_that_would_undo_it():
 
 
 def test_two_experts_that_cost_a_little_on_every_step_come_home():
-    s = busy(expert_resident=1438, missed=1.8, hiding_layers=24, step_seconds=9.2e-3)
+    s = busy(expert_resident=1438, missed=1.8, hiding_layers=24, step_seconds=7.2e-3)
     outlook = forecast(s)
     assert outlook is not None
     assert 0.98 < outlook.at(2) / outlook.at(0) < 1

@@ -73,9 +73,10 @@ def test_more_demand_is_lent_no_less_and_runs_no_fewer():
 def test_on_a_constant_load_the_boundary_comes_to_rest(card, rate, seconds):
     sim = make(card)
     sim.run(poisson(rate, seconds))
-    steady = lent(sim, 1.0, seconds)
+    steady = lent(sim, max(1.0, seconds / 2), seconds)
+    # An expert's page holds the KV of two requests: their coming and going may move the boundary by one.
     moves = np.diff(steady)
-    turns = np.count_nonzero(np.diff(np.sign(moves[moves != 0])))
+    turns = np.count_nonzero(np.diff(np.sign(moves[np.abs(moves) > 1])))
     assert turns <= 2
     assert np.ptp(steady) <= 4
 

@@ -23,6 +23,7 @@ from rimuru.errors import ConfigError
 from .boundary import BoundaryPlan, Reactive, Snapshot, _hold, _pages, hidden_experts, preemption_by
 
 SPAN = 0.5  # seconds over which forecasts are averaged
+FLAT = 0.005  # gain in goodput for which no expert comes home: forecasts of neighbours scatter as much
 FRESH = SPAN / 16  # seconds for which one stands: another would hardly move the average
 
 
@@ -202,7 +203,8 @@ class Economic(Reactive):
         if outlook is not None:
             now, then = outlook.at(s.lent), outlook.at(best)
             numbers |= {"goodput_now": now, "goodput_best": then}
-            loses = s.lent > best and self._repays(s, now, then, s.lent - best)
+            gains = then > (1 + FLAT) * now
+            loses = s.lent > best and gains and self._repays(s, now, then, s.lent - best)
             if s.lent < best and then < now:
                 best = s.lent  # what was best a while ago is so no longer
         if s.shortfall > s.kv_evictable or s.waiting:
