@@ -3,8 +3,9 @@
 import pytest
 from support.cores import cap_for, make_bench
 
+from rimuru.engine.config import EngineConfig
 from rimuru.engine.device import host_available
-from rimuru.errors import MemoryPlanError
+from rimuru.errors import ConfigError, MemoryPlanError
 
 
 def machine(root, limit: str, current: int, cached: int):
@@ -32,3 +33,27 @@ def test_host_copies_beyond_the_machine_are_refused_before_any_is_made(monkeypat
     monkeypatch.setattr("rimuru.engine.core.host_available", lambda: 1_000_000)
     with pytest.raises(MemoryPlanError, match=r"lower --host-memory to 900000"):
         make_bench("mixtral", device_memory=cap, host_memory=10**12, memory_policy="reactive")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("device_memory", 24e9, "--device-memory must be a whole number"),
+        ("device_memory", -5, "--device-memory must be at least 1"),
+        ("host_memory", -1, "--host-memory must be at least 1"),
+        ("max_num_seqs", 2.5, "--max-num-seqs must be a whole number"),
+        ("max_num_seqs", "8", "--max-num-seqs must be a whole number, got '8'"),
+        ("max_num_seqs", True, "--max-num-seqs must be a whole number"),
+        ("seed", "x", "--seed must be a whole number"),
+        ("max_model_len", 1, "--max-model-len must be at least 2"),
+        ("max_boundary_wait", float("inf"), "--max-boundary-wait"),
+        ("max_boundary_wait", "soon", "--max-boundary-wait"),
+        ("ttft_slo", float("nan"), "--ttft-slo must be more than 0"),
+        ("itl_slo", float("inf"), "--itl-slo must be more than 0"),
+        ("itl_slo", "100", "--itl-slo must be more than 0"),
+        ("gpu_memory_utilization", "0.9", "--gpu-memory-utilization"),
+    ],
+)
+def test_a_value_that_can_never_work_is_named(field, value, said):
+    with pytest.raises(ConfigError, match=said):
+        EngineConfig("model", **{field: value}).check()

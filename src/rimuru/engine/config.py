@@ -6,6 +6,7 @@ names the flag, the limit and a value that works.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -13,6 +14,11 @@ from rimuru.errors import ConfigError
 
 POLICIES = ("fixed", "static", "reactive", "economic")
 DUMMY_ROUTING = "--dummy-routing"
+WHOLE = {  # fields that count something, and the least of each
+    "seed": 0, "max_num_seqs": 1, "max_num_batched_tokens": 1, "block_size": 1, "max_model_len": 2,
+    "device_memory": 1, "host_memory": 1, "resident_experts": 0,
+}  # fmt: skip
+OPTIONAL = ("max_model_len", "device_memory", "host_memory", "resident_experts")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
 
@@ -35,6 +41,10 @@ def parse_size(text: str | int, flag: str = "size", bare: int = 1 << 20) -> int:
     if not unit and value < bare:
         raise ConfigError(f"{flag}: {text} is {text} bytes; was {text}GB meant? Else write {text}B")
     return int(value)
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def split_dummy_routing(spec: str) -> tuple[str, str, str]:
@@ -100,24 +110,27 @@ class EngineConfig:
             raise ConfigError("--memory-policy static needs --resident-experts N")
         if self.memory_policy != "static" and self.resident_experts is not None:
             raise ConfigError("--resident-experts goes with --memory-policy static")
-        for name, low in (("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("block_size", 1)):
-            if getattr(self, name) < low:
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} must be at least {low}, got {getattr(self, name)}"
-                )
-        if self.max_model_len is not None and self.max_model_len < 2:
-            raise ConfigError(f"--max-model-len must be at least 2, got {self.max_model_len}")
-        if not self.max_boundary_wait >= 0:
-            raise ConfigError(f"--max-boundary-wait must be at least 0 seconds, got {self.max_boundary_wait}")
-        if not 0 < self.gpu_memory_utilization <= 1:
+        for name, low in WHOLE.items():
+            value, flag = getattr(self, name), f"--{name.replace('_', '-')}"
+            if value is None and name in OPTIONAL:
+                continue
+            if type(value) is not int:
+                raise ConfigError(f"{flag} must be a whole number, got {value!r}")
+            if value < low:
+                raise ConfigError(f"{flag} must be at least {low}, got {value}")
+        if not _finite(self.max_boundary_wait) or self.max_boundary_wait < 0:
             raise ConfigError(
-                f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}"
+                f"--max-boundary-wait must be at least 0 seconds, got {self.max_boundary_wait!r}"
+            )
+        if not _finite(self.gpu_memory_utilization) or not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization!r}"
             )
         for name in ("ttft_slo", "itl_slo"):
             value = getattr(self, name)
             flag = f"--{name.replace('_', '-')}"
-            if value is not None and value <= 0:
-                raise ConfigError(f"{flag} must be more than 0 milliseconds, got {value:g}")
+            if value is not None and (not _finite(value) or value <= 0):
+                raise ConfigError(f"{flag} must be more than 0 milliseconds, got {value!r}")
             if value is not None and self.memory_policy != "economic":
                 raise ConfigError(f"{flag} is an objective of --memory-policy economic")
         if self.dtype not in ("auto", "bfloat16", "float16", "float32"):

@@ -197,8 +197,13 @@ class EngineCore:
             # The machine locks less memory than was planned with: what can be lent, and with it the longest
             # request, is less.
             fits = lendable * geometry.classes[plan.expert_class].page_bytes
-            less = replace(config, host_memory=fits)
-            plan = self.plan = _plan(less, model, self.device, self.dtype, self._embedding is not None)
+            less, aside = replace(config, host_memory=max(1, fits)), self._embedding is not None
+            plan = _plan(less, model, self.device, self.dtype, aside)
+            # The pool stands already; pages for streamed experts, if there are none now, do not go to it.
+            if (more := plan.pool_bytes - self.arena.nbytes) > 0:
+                less = replace(less, device_memory=plan.device_bytes - more)
+                plan = _plan(less, model, self.device, self.dtype, aside)
+            self.plan = plan
             logger.warning("memory plan with what can be page-locked\n%s", plan.describe())
         if config.load_format == "dummy":
             dummy_weights(net, config.seed, self.store.sink)
