@@ -65,7 +65,7 @@ def test_the_watch_keeps_the_snapshot_with_most_kv() -> None:
         snapshot["kinds"]["kv"]["used"]["bytes"] = used * 2**20
         snapshot["experts_resident"] = 80 - used
         watch.add(snapshot)
-    text = report(watch, {"lend, admission": 2, "reclaim, idle": 1})
+    text = report(watch, {"lend, admission": 2, "lend, cold": 0, "reclaim, idle": 1})
     assert "9.0 MiB" in text
     assert "moved 3 times (2 x lend, admission; 1 x reclaim, idle)" in text
     assert "experts in the pool: 71 to 77 of 240" in text

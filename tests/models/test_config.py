@@ -78,6 +78,13 @@ def test_an_unknown_model_type_is_refused_by_name(model_type, tmp_path):
         load_model_config(changed(tmp_path, "mixtral", model_type=model_type))
 
 
+def test_a_dense_model_is_told_that_only_mixtures_of_experts_are_served(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "hidden_size": 64, "num_experts": null}')
+    with pytest.raises(UnsupportedModelError, match="'qwen3' has no experts, and dense models") as caught:
+        load_model_config(tmp_path)
+    assert all(family in str(caught.value) for family in FAMILIES)
+
+
 def test_generation_config_decides_where_answers_end(tmp_path):
     assert load_model_config(tiny_checkpoint("olmoe")).eos_ids == (2, 0)
     path = rewrite(tiny_checkpoint("olmoe"), tmp_path / "m")

@@ -254,7 +254,7 @@ def report(watch: PoolWatch, moves: dict[str, int]) -> str:
                 size = f"{held['bytes'] / mib:8.1f} MiB {share:6.1%} {held['pages']:6} pages"
                 lines.append(f"  {kind:<8} {state:<9} {size}")
     least, most = min(watch.resident), max(watch.resident)
-    by_name = "; ".join(f"{count} x {name}" for name, count in sorted(moves.items()))
+    by_name = "; ".join(f"{count} x {name}" for name, count in sorted(moves.items()) if count)
     lines += [
         f"experts in the pool: {least} to {most} of {peak['experts_total']}, the others read from the host",
         f"the boundary moved {sum(moves.values())} times ({by_name or 'never'})",

@@ -80,7 +80,7 @@ def survey(folder: str | Path, *, tp: int = 1, form: str = "bf16", block_tokens:
     experts = _first(c, "n_routed_experts", "num_experts", "num_local_experts")
     if missing or not experts:
         what = f"lacks {', '.join(missing)}" if missing else "names no routed experts"
-        raise ConfigError(f"{file}: {what}; only Mixture-of-Experts decoders can be planned")
+        raise ConfigError(f"{file}: {what}; only Mixture-of-Experts decoders can be planned or served")
     layers = c["num_hidden_layers"]
     dense_first = c.get("first_k_dense_replace", 0)
     step = c.get("decoder_sparse_step", 1)

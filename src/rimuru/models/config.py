@@ -406,13 +406,20 @@ def load_model_config(path: str | Path) -> ModelConfig:
         raise ConfigError(
             f"{folder}: no config.json there; MODEL must be a folder with a Hugging Face checkpoint"
         )
-    raw = RawConfig(_text_part(read_json(file)), str(file))
+    text = _text_part(read_json(file))
+    raw = RawConfig(text, str(file))
     family = raw.get("model_type")
     family = TEXT_PARTS.get(family, family) if isinstance(family, str) else family
     if family not in FAMILIES:
         named = raw.get("architectures", default=[])
         what = f"model_type {family!r}" + (f" ({', '.join(map(str, named))})" if named else "")
-        raise UnsupportedModelError(f"{file}: {what} is not served; served are {', '.join(FAMILIES)}")
+        served = ", ".join(FAMILIES)
+        if not any("expert" in name and value for name, value in text.items()):
+            raise UnsupportedModelError(
+                f"{file}: {what} has no experts, and dense models are not served, only Mixture-of-Experts: "
+                f"{served}"
+            )
+        raise UnsupportedModelError(f"{file}: {what} is not served; served are {served}")
     fields = importlib.import_module(f"rimuru.models.{family}").read_fields(raw)
     generation = folder / "generation_config.json"
     eos = read_json(generation).get("eos_token_id") if generation.is_file() else None
