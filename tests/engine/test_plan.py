@@ -4,8 +4,10 @@ import dataclasses
 import re
 
 import pytest
+import torch
 from support.tiny import tiny_checkpoint
 
+from rimuru import cli
 from rimuru.engine.config import EngineConfig
 from rimuru.engine.plan import STREAM_PAGES, MemoryPlan, plan_memory, sizes_of
 from rimuru.errors import MemoryPlanError
@@ -157,3 +159,15 @@ def test_where_too_few_experts_have_a_host_copy_no_device_memory_is_advised():
     with pytest.raises(MemoryPlanError, match="raise --host-memory or --resident-experts") as refusal:
         gpu_plan(device_memory=1, memory_policy="static", resident_experts=5, host_memory=100_000)
     assert "--device-memory" not in str(refusal.value)
+
+
+def test_a_plan_for_want_of_a_gpu_says_so_and_how_to_plan_for_a_card(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    path = str(tiny_checkpoint("qwen3_moe"))
+    assert cli.main(["plan", path]) == 0
+    assert capsys.readouterr().out.count("--gpu NAME plans for a card: rtx-4090") == 1
+    assert cli.main(["plan", path, "--device-memory", "1B"]) == 1
+    assert "--gpu NAME plans for a card" in capsys.readouterr().err
+    for asked in (["--device", "cpu"], ["--gpu", "rtx-4090"]):
+        assert cli.main(["plan", path, *asked]) == 0
+        assert "plans for a card" not in capsys.readouterr().out

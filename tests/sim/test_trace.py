@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -18,6 +20,12 @@ def write(tmp_path, text: str):
 def test_columns_may_stand_in_any_order_and_others_are_left_alone(tmp_path):
     path = write(tmp_path, "turn,output_tokens,arrival_s,prompt_tokens,conv_id\n0,5,0.5,30,7\n1,6,1.5,40,7\n")
     assert read_trace(path) == [Arrival(0.5, 30, 5, 7), Arrival(1.5, 40, 6, 7)]
+
+
+def test_the_trace_that_is_shipped_can_be_read():
+    rows = read_trace(Path(__file__).parents[2] / "examples" / "lengths.csv")
+    assert len(rows) == 20
+    assert 0 < rows[0].at < rows[-1].at < 60
 
 
 @pytest.mark.parametrize(

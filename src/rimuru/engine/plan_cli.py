@@ -21,11 +21,12 @@ from rimuru.pool.geometry import Kind
 from .arguments import count
 from .config import POLICIES, EngineConfig, parse_size
 from .core import local_models, plan_for
-from .device import host_available
+from .device import choose_device, host_available
 from .plan import MemoryPlan, plan_memory, show
 from .survey import FORMATS, survey
 
 DEFAULTS = EngineConfig(model="")
+ON_CPU = f"planned for the CPU, for want of a GPU; --gpu NAME plans for a card: {', '.join(GPUS)}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,7 +110,16 @@ def _plan(config: EngineConfig, args: argparse.Namespace) -> MemoryPlan:
     family = read_json(folder / "config.json").get("model_type") if (folder / "config.json").is_file() else ""
     served = family in FAMILIES and args.tensor_parallel_size == 1 and args.expert_format == "bf16"
     if served and not args.gpu:
-        return plan_for(config)
+        unasked = config.device == "auto" and choose_device("auto").type == "cpu"
+        try:
+            plan = plan_for(config)
+        except MemoryPlanError as error:
+            if not unasked:
+                raise
+            raise MemoryPlanError(f"{error}\n{ON_CPU}") from None
+        if unasked:
+            plan.notes.append(ON_CPU)
+        return plan
     found = survey(
         folder, tp=args.tensor_parallel_size, form=args.expert_format, block_tokens=config.block_size
     )
