@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rimuru import __version__, cli
-from rimuru.engine.config import EngineConfig
+from rimuru.engine.config import EngineConfig, parse_size
 from rimuru.errors import RimuruError
 from rimuru.server import serve, vllm_flags
 
@@ -183,6 +183,7 @@ def test_few_bytes_are_taken_at_their_word_where_the_unit_says_so() -> None:
     assert serve.engine_config(parsed("m", "--device-memory", "24B")).device_memory == 24
     assert serve.engine_config(parsed("m", "--device-memory", "1048576")).device_memory == 1 << 20
     assert serve.server_settings(parsed("m", "--max-body-size", "1000")).max_body_bytes == 1000
+    assert parse_size(1000, "device_memory") == 1000
 
 
 @pytest.mark.parametrize(

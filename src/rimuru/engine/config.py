@@ -24,8 +24,8 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
 
 
 def parse_size(text: str | int, flag: str = "size", bare: int = 1 << 20) -> int:
-    """Bytes from `'30.9GB'` (1e9), `'24GiB'` (2^30) or a plain number of bytes, from `bare` on."""
-    unit = ""
+    """Bytes from `'30.9GB'` (1e9), `'24GiB'` (2^30), an int, or text without a unit, from `bare` bytes on."""
+    unit = "B"
     if isinstance(text, int) and not isinstance(text, bool):
         value = float(text)
     else:
