@@ -223,7 +223,8 @@ def test_states_need_groups_and_a_state_to_save():
 def test_a_prompt_of_twelve_tokens_holds_its_state_and_one_block_a_group(name):
     if not (DATA / name / "config.json").is_file():
         pytest.skip(f"reference data absent: {name}")
-    from rimuru.engine.plan import pool_spec, state_groups
+    from rimuru.engine.plan import state_groups
+    from rimuru.engine.sizes import pool_spec
 
     model = load_model_config(DATA / name)
     geometry = plan_geometry(pool_spec(model, 16, 2))

@@ -9,7 +9,8 @@ from support.tiny import tiny_checkpoint
 
 from rimuru import cli
 from rimuru.engine.config import EngineConfig
-from rimuru.engine.plan import STREAM_PAGES, MemoryPlan, plan_memory, sizes_of
+from rimuru.engine.plan import STREAM_PAGES, MemoryPlan, plan_memory
+from rimuru.engine.sizes import sizes_of
 from rimuru.errors import MemoryPlanError
 from rimuru.models.config import load_model_config
 

@@ -10,10 +10,11 @@ import torch
 from sim.conftest import MODEL
 
 from rimuru.engine.config import EngineConfig
-from rimuru.engine.plan import plan_memory, sizes_of
+from rimuru.engine.plan import plan_memory
 from rimuru.engine.rates import EVERY, WARM_UP, Rates, card_of
 from rimuru.engine.request import Request, SamplingParams
 from rimuru.engine.scheduler import StepPlan
+from rimuru.engine.sizes import sizes_of
 from rimuru.policy.cost import CostModel, Factors, Step, gpu
 
 LAYERS, EXPERTS = 6, 32

@@ -45,12 +45,13 @@ from .dummy_routing import make_dummy_routing
 from .grammar import Grammars
 from .graphs import GraphRunner
 from .memory import PROMOTIONS, Memory
-from .plan import MemoryPlan, make_boundary, plan_memory, show, sizes_of
+from .plan import MemoryPlan, make_boundary, plan_memory, show
 from .rates import Rates, card_of
 from .request import FinishReason, Request, SamplingParams, TokenOutput
 from .runner import Launched, Runner
 from .sampling_state import SamplingState
 from .scheduler import Scheduler
+from .sizes import sizes_of
 from .stats import EngineStats, PoolStats
 from .step_io import StepIO
 from .views import kv_layout, layer_views

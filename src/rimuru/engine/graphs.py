@@ -26,7 +26,6 @@ from rimuru.kernels.sampling import SampleOutput, SamplingBatch, choose, edit_lo
 from rimuru.kernels.types import KVView, RecurrentView
 
 from .batch import BatchBuilder, StepArrays
-from .plan import FEW_ROWS, GRAPH_TOKENS
 from .request import Request
 from .runner import (
     ExpertRows,
@@ -40,6 +39,7 @@ from .runner import (
 )
 from .sampling_state import SamplingRows, SamplingState
 from .scheduler import StepPlan, StepResult
+from .sizes import FEW_ROWS, GRAPH_TOKENS
 from .step_io import StepInputs, StepIO, StepOutputs, StepShape
 
 logger = logging.getLogger("rimuru.engine")

@@ -18,10 +18,10 @@ from rimuru.kernels.sampling import SampleOutput, sample, token_logprobs
 from rimuru.kernels.types import KVView, RecurrentView, StepMeta
 
 from .batch import BatchBuilder, StepArrays
-from .plan import FEW_ROWS
 from .request import Request, TokenLogprobs
 from .sampling_state import SamplingState
 from .scheduler import StepPlan, StepResult
+from .sizes import FEW_ROWS
 
 ExpertRows = torch.Tensor | Sequence[Iterable[torch.Tensor]]  # the EXPERT table, or rows that arrive
 

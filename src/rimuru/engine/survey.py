@@ -17,7 +17,8 @@ from rimuru.models.config import FAMILIES, read_json
 from rimuru.pool.geometry import AttentionKind, PoolSpec, RecurrentKind
 
 from .config import EngineConfig
-from .plan import FIXED_KINDS, GPU_SLACK, GRAPH_TOKENS, Sizes
+from .plan import FIXED_KINDS
+from .sizes import GPU_LOST, GPU_SLACK, GRAPH_TOKENS, Sizes
 
 FORMATS = ("bf16", "fp8", "mxfp4", "packed", "raw+packed")
 ALIGN = 256  # bytes: each part of an expert's page starts on such a boundary
@@ -47,10 +48,11 @@ class Survey:
         tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
         per_token = 2 * (12 * self.hidden + 4 * self.top_k * self.expert_width) + 16 * self.experts
         rows = max(config.max_num_seqs, 128)
+        on_gpu = (tokens + min(tokens, GRAPH_TOKENS)) * per_token * GPU_SLACK
         return Sizes(
             positions=self.max_positions, experts=self.experts_total, weights=self.dense_bytes, rope_row=256,
             workspace=tokens * per_token + rows * self.vocab * 24,
-            gpu=int((tokens + min(tokens, GRAPH_TOKENS)) * per_token * GPU_SLACK) + rows * self.vocab * 8,
+            gpu=int(on_gpu) + rows * self.vocab * 8 + GPU_LOST,
             spec=self.spec, notes=self.notes,
         )  # fmt: skip
 

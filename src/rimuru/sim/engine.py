@@ -18,10 +18,11 @@ from rimuru.cache.state import StateCache
 from rimuru.engine.budget import PromptBudget
 from rimuru.engine.config import EngineConfig
 from rimuru.engine.memory import Memory
-from rimuru.engine.plan import MemoryPlan, plan_memory, sizes_of
+from rimuru.engine.plan import MemoryPlan, plan_memory
 from rimuru.engine.rates import model_cost
 from rimuru.engine.request import Phase, Request, SamplingParams
 from rimuru.engine.scheduler import Scheduler, StepPlan, StepResult
+from rimuru.engine.sizes import sizes_of
 from rimuru.errors import RequestError
 from rimuru.models.config import DTYPE_BYTES, ModelConfig
 from rimuru.policy.boundary import make_policy
