@@ -94,7 +94,7 @@ def live(seed: int, family: str, requests: int) -> None:
             asked[name := f"r{len(asked)}"] = prompt, params
             b.add(name, prompt, dataclasses.replace(params), priority=rng.choice((0, 0, 0, -1, 1)))
         b.step()
-        if rng.random() < kill and (victim := rng.choice(list(asked))) in core.scheduler.requests:
+        if rng.random() < kill and asked and (victim := rng.choice(list(asked))) in core.scheduler.requests:
             killed.add(victim)
             core.abort(victim)
         forced = core.scheduler.preemptions.get("forced", 0)

@@ -122,6 +122,11 @@ class Memory:
         total = self.plan.experts_total
         return 1 - int(np.count_nonzero(self.experts.resident)) / total if total else 0.0
 
+    @property
+    def arriving(self) -> bool:
+        """Whether experts are on their way into the pool: none of those can leave before it is there."""
+        return bool(self.experts.in_flight.any())
+
     # -- what the scheduler asks for -------------------------------------------------------
 
     def extend_keys(self, request: Request) -> None:

@@ -283,7 +283,9 @@ class Scheduler:
             victim = self._victim()
             lone = len(self.running) == 1
             if lone or self._preempted_now >= MAX_PREEMPTIONS_PER_STEP:
-                if lone:
+                if lone and memory.arriving:
+                    work, grow = [], []  # what has arrived may leave again
+                elif lone:
                     message = (
                         f"out of KV pages at {victim.num_computed} tokens and nothing else can yield memory; "
                         "raise --device-memory or --host-memory"
