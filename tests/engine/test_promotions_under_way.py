@@ -94,6 +94,25 @@ def test_a_request_alone_waits_for_pages_that_promotions_have_taken_until_they_a
     assert b.tokens("r") == oracle(tiny_checkpoint(family), [prompt], 20)[0][0]
 
 
+def test_swaps_keep_a_fixed_number_of_experts_pages_while_some_are_on_their_way(bench):
+    family, prompts = "qwen3_moe", tiny_prompts()[:4]
+    options = {"memory_policy": "static", "resident_experts": 12, "max_num_seqs": 4}
+    b = bench(family, device_memory=cap_for(family, 12 / 32, 1024, **options), **options)
+    lane, floor, below = Lane(b, ahead=4), b.plan.experts_floor, []
+    for i, prompt in enumerate(prompts):
+        b.add(f"r{i}", prompt)
+
+    def move_on(step: int) -> None:
+        store = b.core.store
+        below.append(store.resident.sum() < floor)
+        assert np.count_nonzero(store.resident | store.in_flight) == floor
+        lane.advance(step % 3)
+
+    b.run(move_on)
+    assert any(below)
+    assert [b.tokens(f"r{i}") for i in range(len(prompts))] == oracle(tiny_checkpoint(family), prompts, 12)[0]
+
+
 def on_a_lane(monkeypatch, seed: int) -> list[Lane]:
     """Let promotions of the next life take a lane, moved on around steps and around each layer's experts."""
     rng, lanes, launching = random.Random(seed), [], []

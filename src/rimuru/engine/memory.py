@@ -483,4 +483,5 @@ class Memory:
         self.experts.check()
         if self.states is not None:
             self.states.check()
-        assert int(np.count_nonzero(self.experts.resident)) >= self.plan.experts_floor, "below the floor"
+        held = int(np.count_nonzero(self.experts.resident | self.experts.in_flight))
+        assert held >= self.plan.experts_floor, "below the floor"
