@@ -69,9 +69,9 @@ def host_available(root: Path = Path("/")) -> int:
         group = root / "sys/fs/cgroup"
         limit = (group / "memory.max").read_text().strip()
         used = int((group / "memory.current").read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        used -= int(stat["inactive_file"])
-    except (OSError, ValueError, KeyError):
+        stat = (line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used -= sum(int(value) for name, value, *_ in stat if name == "inactive_file")
+    except (OSError, ValueError):
         return available
     return available if limit == "max" else min(available, max(0, int(limit) - used))
 
