@@ -133,6 +133,7 @@ class EngineCore:
         self.model_config = model = load_model_config(path)
         self.device = choose_device(config.device)
         if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # of the thread that owns this: kernels go where it points
             small_stacks(self.device)
         self.dtype = choose_dtype(config.dtype, model.dtype)
         self.plan = _plan(config, model, self.device, self.dtype)

@@ -80,7 +80,7 @@ def small_stacks(device: torch.device) -> None:
     """Have a GPU's driver keep `STACK` bytes a thread for kernels whose stack no compiler could tell.
 
     It keeps them for every thread that the card can hold: of its 1,024 bytes 0.28 GB on an H200. A kernel
-    known to need more gets more when it is launched. Applies to the whole process.
+    known to need more gets more when it is launched. `device` is current; applies to the whole process.
     """
     torch.zeros(1, device=device)  # the context must stand
     set_stack = 0  # CU_LIMIT_STACK_SIZE
