@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -22,7 +20,6 @@ from rimuru.pool import (
 )
 
 KIB = 1 << 10
-DATA = Path(__file__).parents[3] / "shared" / "data" / "models"
 # A set is 3 STATE pages and 2 CONV pages; an expert's page holds two of the former or six of the latter.
 GEOMETRY = plan_geometry(
     PoolSpec(
@@ -220,13 +217,11 @@ def test_states_need_groups_and_a_state_to_save():
 
 
 @pytest.mark.parametrize("name", ["Qwen3-Next-80B-A3B-Instruct", "Qwen3.5-35B-A3B", "Qwen3.5-122B-A10B"])
-def test_a_prompt_of_twelve_tokens_holds_its_state_and_one_block_a_group(name):
-    if not (DATA / name / "config.json").is_file():
-        pytest.skip(f"reference data absent: {name}")
+def test_a_prompt_of_twelve_tokens_holds_its_state_and_one_block_a_group(name, shared_file):
     from rimuru.engine.plan import state_groups
     from rimuru.engine.sizes import pool_spec
 
-    model = load_model_config(DATA / name)
+    model = load_model_config(shared_file(f"data/models/{name}"))
     geometry = plan_geometry(pool_spec(model, 16, 2))
     allocator = Allocator(geometry, geometry.huge_bytes * 400)
     kv_groups, own = geometry.groups_of(Kind.KV), state_groups(geometry)

@@ -18,8 +18,6 @@ from rimuru.errors import ConfigError, UnsupportedModelError
 from rimuru.layers.norm_rope import inverse_frequencies, rope_table
 from rimuru.models.config import load_model_config
 
-DATA = Path(__file__).parents[3] / "shared" / "data" / "models"
-
 # folder -> what its README derived: (MoE layers, all experts GB, other weights GB, parameters in billions)
 PUBLISHED = {
     "Qwen1.5-MoE-A2.7B-Chat": (24, 24.91, 3.72, 14.316),
@@ -33,20 +31,13 @@ PUBLISHED = {
 }
 
 
-def data_folder(name: str) -> Path:
-    folder = DATA / name
-    if not (folder / "config.json").is_file():
-        pytest.skip(f"reference data absent: {name}")
-    return folder
-
-
 def changed(tmp_path: Path, family: str, **fields) -> Path:
     return rewrite(tiny_checkpoint(family), tmp_path / "m", config=lambda c: c.update(fields))
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_models_have_their_published_sizes(name):
-    config = load_model_config(data_folder(name))
+def test_published_models_have_their_published_sizes(name, shared_file):
+    config = load_model_config(shared_file(f"data/models/{name}"))
     layers, experts, other, billions = PUBLISHED[name]
     assert len(config.moe_layers) == layers
     assert config.dtype == "bfloat16"
@@ -56,8 +47,8 @@ def test_published_models_have_their_published_sizes(name):
     assert total / 1e9 == pytest.approx(billions, abs=0.001)
 
 
-def test_kv_bytes_of_a_published_model():
-    config = load_model_config(data_folder("Qwen3-30B-A3B"))
+def test_kv_bytes_of_a_published_model(shared_file):
+    config = load_model_config(shared_file("data/models/Qwen3-30B-A3B"))
     assert config.kv_bytes_per_token_per_layer("bfloat16") == 2048
     assert config.attention_layers == 48
     assert config.eos_ids == (151645,)
@@ -66,9 +57,9 @@ def test_kv_bytes_of_a_published_model():
 @pytest.mark.parametrize(
     "name", ["DeepSeek-V3", "DeepSeek-V4-Flash", "gpt-oss-20b", "GLM-4.5-Air", "DeepSeek-V2-Lite"]
 )
-def test_other_architectures_are_refused_with_the_list_of_served_ones(name):
+def test_other_architectures_are_refused_with_the_list_of_served_ones(name, shared_file):
     with pytest.raises(UnsupportedModelError) as caught:
-        load_model_config(data_folder(name))
+        load_model_config(shared_file(f"data/models/{name}"))
     assert all(family in str(caught.value) for family in FAMILIES)
 
 
